@@ -1,3 +1,3 @@
-"""Compatibility with TRL: overrides that are an error here, losses on padded batches, and TRL's module paths and
-names.
+"""Compatibility with TRL: overridden methods that raise an error, losses on padded batches, TRL's module paths, and
+TRL's names.
 """

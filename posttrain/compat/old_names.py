@@ -1,8 +1,8 @@
-"""Options and arguments of older TRL and transformers releases: they are converted with a warning, or an error names
-the replacement.
+"""Options and arguments of older TRL and transformers releases. They are converted with a warning, or raise an error
+that names the replacement.
 
-The table in `posttrain.compat.trl_names` has rows of kind ``option`` for options of configs, and of kind ``argument`` for
-arguments of trainers. ``Config.NAME`` and ``Trainer.NAME`` apply to every config and trainer.
+The table in `posttrain.compat.trl_names` has rows of kind ``option`` (options of configs) and of kind ``argument``
+(arguments of trainers). ``Config.NAME`` and ``Trainer.NAME`` apply to all configs and all trainers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from posttrain.loop.build import as_config
 @functools.cache
 def _table() -> dict[str, list[TRLName]]:
     table: dict[str, list[TRLName]] = {}
-    # Sort rows with a condition before rows without one.
+    # Rows that apply only to some values come before rows that apply to all values.
     for row in sorted(rows(), key=lambda row: row.name == row.plain):
         if row.kind in ("option", "argument"):
             table.setdefault(row.plain, []).append(row)
@@ -31,7 +31,7 @@ def _table() -> dict[str, list[TRLName]]:
 
 
 def _config_of(cls: type) -> Any:
-    """Return the config class of a trainer. Return None for a config."""
+    """Return the config class of a trainer class. Return None for a config class."""
     return getattr(cls, "config_class", None)
 
 
@@ -45,9 +45,7 @@ def _owners(cls: type) -> list[str]:
 
 
 def row_of(cls: type, name: str, value: object = ANY) -> TRLName | None:
-    """Return the table's row for an old option of a config or an old argument of a trainer. Return None for other
-    names.
-    """
+    """Return the table's row for an option or argument of older releases. Return None for other names."""
     found = (row for owner in _owners(cls) for row in _table().get(f"{owner}.{name}", ()))
     row = next((row for row in found if row.holds(value)), None)
     if row is not None and row.action == "refuse" and row.name == row.plain and (value is None or value is False):
@@ -61,16 +59,19 @@ def options() -> frozenset[str]:
 
 
 def owner(kinds: Sequence[type], name: str) -> type | None:
-    """Return the dataclass that has an old option. If several have it, prefer a class with its own row in the table."""
+    """Return the dataclass that has an option of older releases. If there are several, prefer one with its own row in
+    the table.
+    """
     found = {row.plain.startswith("Config."): kind for kind in reversed(kinds) if (row := row_of(kind, name))}
     return found.get(False) or found.get(True)
 
 
 def convert_option(cls: type, name: str, options: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Replace an old option in a mapping by its current name. Attributes to set on the config are added to ``kept``.
+    """Replace an option of older releases in a mapping by its current name. Attributes that must be set on the config
+    are added to ``kept``.
 
     Raises:
-        ConfigError: The option has no equivalent. The message contains the replacement.
+        ConfigError: The option has no equivalent. The message names what to use instead.
     """
     value = options.pop(name)
     check_arguments(cls, {name: value})
@@ -81,7 +82,7 @@ def convert_option(cls: type, name: str, options: dict[str, Any], kept: dict[str
 
 
 def fix_of(cls: type, name: str) -> str:
-    """Return the replacement of an old name as text, or "" for other names."""
+    """Return the replacement of a name of older releases, as text. Return "" for other names."""
     row = row_of(cls, name)
     return "" if row is None else _fix(row)
 
@@ -91,11 +92,11 @@ def _fix(row: TRLName) -> str:
 
 
 def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
-    """Raise one error for all keywords that a constructor neither accepts nor converts.
+    """Raise one error for all keyword arguments that a constructor neither accepts nor converts.
 
     Raises:
-        ArgumentTypeError: There are such keywords. The message contains their replacements. For old options of a config
-            it is a `ConfigError`.
+        ArgumentTypeError: There are such arguments. The message contains their replacements. If they are options of
+            older releases of a config, the error is a `ConfigError`.
     """
     config = _config_of(cls)
     unknown, fixes = [], {}
@@ -111,9 +112,7 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
 
 
 def is_accepted(cls: type, name: str, value: object = ANY) -> bool:
-    """Return whether a constructor accepts a name of older releases: an old name or, for a trainer, an option of its
-    config.
-    """
+    """Return whether a constructor accepts a name of older releases. For a trainer, this includes options of its config."""
     row, config = row_of(cls, name, value), _config_of(cls)
     if row is None and config is not None:
         return name in {item.name for item in fields(config)} or is_accepted(config, name, value)
@@ -129,7 +128,7 @@ def is_unknown(cls: type, name: str) -> bool:
 
 
 def attribute(config: object, name: str) -> Any:
-    """Return an option of a config by its name in older releases.
+    """Return the value of a config's option under its name in older releases.
 
     Raises:
         AttributeError: There is no such option. The message contains the replacement, if there is one.
@@ -149,7 +148,7 @@ def attribute(config: object, name: str) -> Any:
 def convert(
     obj: object, args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Convert the old names among a constructor's keywords.
+    """Convert the keyword arguments of a constructor that have names of older releases.
 
     Args:
         obj: Config or trainer that is constructed.
@@ -158,7 +157,7 @@ def convert(
         known: Names of the constructor's parameters after ``self``.
 
     Returns:
-        All arguments as keywords, and attributes for the finished object.
+        All arguments as keyword arguments, and attributes to set on the finished object.
     """
     cls, old = type(obj), {name: value for name, value in kwargs.items() if name not in known}
     check_arguments(cls, old)
@@ -170,14 +169,14 @@ def convert(
 
 
 def _convert(cls: type, old: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Convert old names and add the results to ``kwargs``. Return options for a trainer's config, and attributes to set
-    on the finished object.
+    """Convert names of older releases, and add the results to ``kwargs``. Return the options for a trainer's config,
+    and the attributes to set on the finished object.
     """
     moved: dict[str, Any] = {}
     kept: dict[str, Any] = {}
     for name, value in old.items():
         row = row_of(cls, name, value)
-        # The name is not an argument of the trainer, so it is an option of the trainer's config.
+        # The trainer has no argument with this name, so it is an option of the trainer's config.
         if row is None:
             config: Any = cls.config_class  # type: ignore[attr-defined]
             of_config = row_of(config, name, value) or TRLName(name, "option", "", "rename", name)
@@ -192,9 +191,9 @@ def _convert(cls: type, old: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple
 
 def apply(cls: type, row: TRLName, name: str, value: object, kwargs: dict[str, Any], kept: dict[str, Any]) -> str:
     """Add the value of an old name to ``kwargs`` under the current name. Return the current name, or "" if the old name
-    has no effect.
+    has no effect now.
 
-    In older releases, None meant that an option was not set.
+    In older releases, a value of None meant that the option was not set.
     """
     if row.action == "keep":
         kept[name] = value
@@ -204,7 +203,7 @@ def apply(cls: type, row: TRLName, name: str, value: object, kwargs: dict[str, A
         return "loss_type and loss_weights"
     elif row.action in ("rename", "convert"):
         target, _, literal = row.replacement.partition("=")
-        # In older versions, warmup_steps=0 was the default, and warmup_ratio then applied.
+        # In older releases, the default warmup_steps=0 meant that warmup_ratio was used.
         if target == "warmup_steps" and kwargs.get(target) == 0:
             del kwargs[target]
         if value is not None and (value or not literal):
@@ -221,7 +220,7 @@ def _add_loss(cls: type, loss: str, weight: object, kwargs: dict[str, Any]) -> N
 
 
 def default_losses(cls: type) -> list[str]:
-    """Return the default of a config's ``loss_type``."""
+    """Return the default value of ``loss_type`` in a config."""
     return next(item.default_factory() for item in fields(cls) if item.name == "loss_type")
 
 
@@ -237,12 +236,10 @@ def _put(cls: type, name: str, value: object, target: str, kwargs: dict[str, Any
 
 
 def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
-    """Return a copy of a config with further options. The constructor runs again, so that derived fields are
-    recomputed.
-    """
+    """Return a copy of a config with further options. Its constructor runs again, so that derived fields are computed again."""
     if config is None or isinstance(config, str):
         return kind(*([] if config is None else [config]), **options)
-    # The config is a transformers.TrainingArguments, whose defaults may be overridden.
+    # The config is a transformers.TrainingArguments. Its defaults may be replaced by those of the trainer's config.
     plain = not isinstance(config, kind)
     config = as_config(kind, config)
     kind, names = type(config), {item.name for item in fields(config) if item.init}

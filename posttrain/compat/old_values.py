@@ -1,4 +1,4 @@
-"""`converted`, for option values of older releases. They are converted or ignored with a warning, or raise an error."""
+"""`converted`: converts or ignores option values of older releases with a warning, or raises an error."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from posttrain.errors import ConfigError
 
 
 def converted(cls: type, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Replace old values among the options of a config, also within lists. Return None if there are none.
+    """Replace values of older releases in the options of a config, also inside lists. Return None if there are none.
 
     Raises:
-        ConfigError: A value has no equivalent. The message contains the replacement.
+        ConfigError: A value has no equivalent. The message names what to use instead.
     """
     new = dict(given)
     for name in values().keys() & given.keys():

@@ -1,10 +1,10 @@
-"""Methods of TRL's and transformers' trainers that a user's subclass overrides. They are called, or an error names the
-hook to use.
+"""Methods of TRL's and transformers' trainers that a user's subclass overrides. Either the training loop calls them, or
+an error names the hook that replaces them.
 
-Only subclasses of users are checked. An override raises an error if no trainer here calls the method. These methods are
-those of TRL's trainers in any release (listed in the table `trl_names`), and hooks that some trainers here do not call
-(`UNCALLED`). If a method of transformers has different arguments here, an adapter calls the override. The training loop
-calls all other overrides directly.
+Only classes of users are checked. An override raises an error if no trainer of this library calls the method. These
+methods are those of TRL's trainers in any release (in the table `trl_names`), and hooks that some trainers do not call
+(`UNCALLED`). If a method of transformers has other arguments here, an adapter calls the override. All other overrides
+are called directly.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PARTS = f"{SAMPLE}, score(rollouts, mode) or advantages(rollouts, rewards, logps
 
 
 def _rows(methods: dict[str, str]) -> dict[str, str]:
-    """Return a mapping from methods to hooks. ``methods`` maps each hook to the methods that it replaces, separated by
-    spaces.
+    """Return a mapping from each method to its hook. ``methods`` maps each hook to the names of the methods that it
+    replaces, separated by spaces.
     """
     return {name: hook for hook, names in methods.items() for name in names.split()}
 
 
-# Maps each trainer class to the hooks of its base classes that it does not call, each with its replacement.
+# Maps each trainer class to hooks of its base classes that it does not call. Each hook is mapped to its replacement.
 OF_PROMPTS = {"prepare": "prepare_datasets(train, evaluation)", "rows": PARTS}
 TAKEN = "taken(batch), which gets what the workers wrote, or objective(outputs, batch)"
 WORKERS = "reward_funcs, tools and rollout_func, which the workers call, or objective(outputs, batch)"
@@ -61,19 +61,21 @@ UNCALLED: dict[str, dict[str, str]] = {
     | _rows({WORKERS: "generate_and_score generate roll_out sample tokenize score measured_logps advantages"}),
     "AsyncDistillationTrainer": _rows({TAKEN: "rows generate_and_score generate roll_out sample tokenize"}),
 }
-# Objects of these types are not callable, so they cannot be overridden methods.
+# Objects of these types are not methods, because they are not called.
 DESCRIPTORS = (property, functools.cached_property, classmethod)
 
 
 def hook_for(cls: type, name: str) -> str | None:
-    """Return the replacement of a TRL method that a trainer never calls. Return None if the trainer calls it."""
+    """Return the hook that replaces a TRL method which this trainer never calls. Return None if the trainer calls the
+    method.
+    """
     hooks, ours = trl_names.refused("method"), (base for base in cls.__mro__ if is_ours(base))
     return next((hooks[key] for base in ours if (key := f"{base.__name__}.{name}") in hooks), None)
 
 
 def missing(cls: type, name: str) -> AttributeError:
-    """Return the error for an attribute that a trainer does not have. The message contains the hook or the current
-    name.
+    """Return the error for an attribute that a trainer does not have. The message contains the hook or the current name
+    that replaces it.
     """
     hook, present = hook_for(cls, name), trl_names.renamed_arguments().get(f"Trainer.{name}")
     fix = "" if hook is None else f": TRL's method has no twin here. Fix: use {hook} (docs/hooks.md)."
@@ -83,7 +85,9 @@ def missing(cls: type, name: str) -> AttributeError:
 
 
 def table() -> str:
-    """Return the refused methods as a Markdown table for the page on hooks, one line per trainer and hook."""
+    """Return a Markdown table of the methods that raise an error. The page on hooks contains it, with one line per
+    trainer and hook.
+    """
     methods: dict[tuple[str, str], list[str]] = {}
     for name, hook in trl_names.refused("method").items():
         trainer, method = name.split(".")
@@ -98,7 +102,7 @@ def table() -> str:
 
 
 def _defined(kind: type) -> Iterator[str]:
-    """Yield the names of methods and properties that the user's classes define."""
+    """Yield the names of the methods and properties that a user's classes define."""
     for cls in kind.__mro__:
         if not is_ours(cls):
             for name, value in vars(cls).items():
@@ -107,15 +111,15 @@ def _defined(kind: type) -> Iterator[str]:
 
 
 def refuse(trainer: Any) -> None:
-    """Raise an error for overridden methods that are never called, and log the cost of steps on padded dicts.
+    """Raise an error for overridden methods that are never called. If steps need padded dicts, log that this is slower.
 
     Args:
         trainer: Trainer of a user's class, before its model is loaded.
 
     Raises:
-        ConfigError: A TRL method that is never called here, or one of `UNCALLED`, is overridden; or
-            `_get_num_items_in_batch` is overridden although the loss is not divided by it; or `get_batch_samples` has the
-            arguments of TRL's. The message contains the method, its class and the hook to use.
+        ConfigError: The class overrides a TRL method that is never called here, or a method in `UNCALLED`. Or it
+            overrides `_get_num_items_in_batch`, although the loss is not divided by it. Or its `get_batch_samples` has
+            TRL's arguments. The message contains the method, its class and the hook to use instead.
     """
     kind = type(trainer)
     rows = {name: hook for name in _defined(kind) if (hook := hook_for(kind, name))}
@@ -144,5 +148,5 @@ def refuse(trainer: Any) -> None:
         from posttrain.compat import padded_loss
 
         padded_loss.log_cost(kind)
-        # Use one dict of inputs per micro-batch, as in TRL.
+        # In TRL, a micro-batch is one dict of inputs, so do not split it.
         trainer.method.traits = replace(trainer.method.traits, single_pass=True)

@@ -1,8 +1,8 @@
-"""Support for losses and steps of subclasses that read TRL's ``inputs``: a dict of padded tensors with one sequence per
-row.
+"""Support for subclasses whose losses or steps read TRL's ``inputs``, which is a dict of padded tensors with one
+sequence per row.
 
 The user's class is placed between two classes (see `posttrain.compat.overrides`). `BeforeUser` converts every `Batch`
-to `PaddedInputs` and calls the overridden methods. `BehindUser` makes ``super()`` behave as in TRL.
+to `PaddedInputs` and calls the user's methods. `BehindUser` makes ``super()`` in these methods behave as in TRL.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ else:
 
 
 class PaddedInputs(dict):
-    """A batch in TRL's layout, with the original `Batch`.
+    """A batch as TRL's dict of padded tensors. It also contains the original `Batch`.
 
-    Attributes of the batch can also be read (``inputs.loss_mask``), so that code for either layout works.
+    Attributes of the original batch can be read too (``inputs.loss_mask``), so that code for both forms works.
 
     Attributes:
         batch: The batch, with one sequence per row.
-        order: (R,) row of ``batch`` for each row of the dict.
-        made: Copies of the original tensors, to detect changes by a subclass.
+        order: (R,) For each row of the dict, the row of ``batch`` from which it was made.
+        made: Copies of the original tensors, with which changes by a subclass are detected.
     """
 
     def __init__(self, batch: Batch, order: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -55,7 +55,8 @@ class PaddedInputs(dict):
         self.made = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "batch" not in vars(self):  # This happens while an object is copied.
+        # Python also looks up attributes while an object is being copied.
+        if name.startswith("__") or "batch" not in vars(self):
             raise AttributeError(name)
         return getattr(self.batch, name)
 
@@ -68,11 +69,11 @@ class PaddedInputs(dict):
 
 
 class PaddedOutputs:
-    """Result of ``super().compute_loss(..., return_outputs=True)``: the model outputs of this library, with ``logits``
-    and ``loss`` as in TRL.
+    """Result of ``super().compute_loss(..., return_outputs=True)``: the model outputs of this library, in addition with
+    ``logits`` and ``loss`` as in TRL.
 
     Attributes:
-        loss: The loss that is returned with it.
+        loss: The loss that ``compute_loss`` returned.
         outputs: Model outputs of this library. Their fields can also be read from this object.
     """
 
@@ -81,21 +82,21 @@ class PaddedOutputs:
 
     @functools.cached_property
     def logits(self) -> Tensor:
-        """(R, T, V) logits of the padded rows, computed by another forward pass on first access."""
+        """(R, T, V) logits of the padded rows. The first access computes them with another forward pass."""
         return self._full()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.outputs, name)
 
     def __getitem__(self, name: str | int) -> Any:
-        """Return an output as in transformers: ``outputs["logits"]``; ``outputs[0]`` is the loss."""
+        """Return an output as in transformers. ``outputs["logits"]`` are the logits, and ``outputs[0]`` is the loss."""
         if name in ("loss", 0):
             return self.loss
         return self.logits if name in ("logits", 1) else self.__getattr__(str(name))
 
 
 def log_cost(kind: type) -> None:
-    """Log the cost of a trainer's own loss or step.
+    """Log that a trainer's own loss or step is slower than the library's.
 
     Args:
         kind: Class of the trainer, between `BeforeUser` and `BehindUser`.
@@ -110,11 +111,12 @@ def log_cost(kind: type) -> None:
 
 
 def to_padded(batch: Batch, answers: int, kind: Literal["labels", "answers", "rollouts"]) -> PaddedInputs:
-    """Convert a batch with one sequence per row to TRL's dict.
+    """Convert a batch with one sequence per row to TRL's dict of padded tensors.
 
     Args:
         batch: Batch with one sequence per row.
-        answers: Number of sequences per dataset row. The dict contains all first sequences, then all second ones.
+        answers: Number of sequences per dataset row. The dict contains the first sequences of all rows, then the second
+            sequences, and so on.
         kind: ``"labels"`` for SFT, ``"answers"`` with ``completion_mask``, ``"rollouts"`` with separate prompts and
             completions.
 
@@ -167,7 +169,7 @@ def _rollouts(batch: Batch, order: Tensor) -> dict[str, Tensor]:
 
 
 def _cut(rows: Tensor, kept: Tensor, *, left: bool = False) -> Tensor:
-    """Move the kept tokens of each row together and pad with zeros: (R, T) to (R, largest number of kept tokens)."""
+    """Move the kept tokens of each row together, and pad with zeros. (R, T) becomes (R, maximum number of kept tokens)."""
     lengths = kept.sum(1)  # (R,)
     width = int(lengths.max())
     column = torch.arange(width, device=rows.device)
@@ -176,10 +178,10 @@ def _cut(rows: Tensor, kept: Tensor, *, left: bool = False) -> Tensor:
 
 
 def to_batch(inputs: object) -> Batch:
-    """Return the batch of TRL's dict, with the labels, masks and columns that a subclass changed.
+    """Return the batch that belongs to TRL's dict, including labels, masks and columns that a subclass has changed.
 
     Raises:
-        ConfigError: The dict was not created here, or its tokens were changed.
+        ConfigError: The dict was not created by this module, or its tokens were changed.
     """
     if isinstance(inputs, Batch):
         return inputs
@@ -194,7 +196,7 @@ def to_batch(inputs: object) -> Batch:
     for name, before in inputs.made.items():
         value = inputs.get(name)
         if name == ITEMS or (value is None and name in batch.columns):
-            continue  # The subclass removed it, so that model(**inputs) does not receive it.
+            continue  # The subclass removed this key, so that model(**inputs) does not receive it.
         changed = f"inputs[{name!r}] was changed from shape {tuple(before.shape)}"
         if not isinstance(value, Tensor) or value.shape != before.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else value
@@ -205,7 +207,7 @@ def to_batch(inputs: object) -> Batch:
 
 
 def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str) -> Batch:
-    """Return the batch with changed labels or a changed column, in the batch's row order. Other changes raise an error."""
+    """Return the batch with the changed labels or column, in the batch's order of rows. Raise an error for other changes."""
     if name == "labels":
         if not ((value == before) | (value == IGNORED)).all():
             raise _not_followed(f"{changed} to other tokens", f"labels may be set to {IGNORED} alone")
@@ -220,7 +222,7 @@ def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str
 
 
 def _not_followed(what: str, why: str) -> ConfigError:
-    """Return the error for a change of the dict that cannot be applied to the batch."""
+    """Return the error for a change of the dict that cannot be transferred to the batch."""
     return ConfigError(
         f"{what} before super(), which cannot use it: {why}. Labels may only be set to be ignored. Numeric columns may change. "
         "Fix: override rows(examples), or call model(**inputs) and compute the loss from the model's logits (docs/hooks.md)."
@@ -228,7 +230,7 @@ def _not_followed(what: str, why: str) -> ConfigError:
 
 
 def _reads(owner: type, method: str, *names: str) -> bool:
-    """Return whether the source code of a method contains one of the names. Return True if the source is not available."""
+    """Return whether the source code of a method contains one of these names. If the source is not available, return True."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.getattr_static(owner, method))))
     except (OSError, TypeError, SyntaxError):
@@ -238,15 +240,15 @@ def _reads(owner: type, method: str, *names: str) -> bool:
 
 
 def label_tokens(counts: Denominators, divides: bool) -> Tensor | None:
-    """Return the number of label tokens of the optimizer step over all ranks. If the loss is not divided by it, return
-    None, as in TRL.
+    """Return the number of tokens with labels in the optimizer step, over all ranks. As in TRL, return None if the loss
+    is not divided by it.
     """
     tokens = counts.tokens
     return torch.tensor(round(tokens) if tokens == round(tokens) else tokens) if divides else None
 
 
 def _as_said(inputs: Any, counts: Denominators) -> Denominators:
-    """Return the counts of a step, with the number of tokens that a subclass set in the dict of an online method."""
+    """Return the counts of a step. For online methods, a subclass can set the number of tokens in the dict."""
     counted = inputs.made.get(ITEMS) if isinstance(inputs, PaddedInputs) else None
     said = inputs.get(ITEMS) if counted is not None else None
     if counted is None or said is None or not counted or float(said) == float(counted):
@@ -255,13 +257,13 @@ def _as_said(inputs: Any, counts: Denominators) -> Denominators:
 
 
 def _shared(whole: Denominators, parts: float) -> Denominators:
-    """Divide the counts of an optimizer step by the number of its parts, so that each part has equal counts."""
+    """Divide the counts of an optimizer step by its number of parts. Each part then has equal counts."""
     named = {name: count / parts for name, count in whole.named.items()}
     return Denominators(whole.tokens / parts, whole.sequences / parts, whole.passes / parts, whole.world_size, named)
 
 
 def _call(method: Callable[..., Any], model: nn.Module, inputs: object, items: object, **options: bool) -> Any:
-    """Call a subclass's method with the options that it accepts. ``num_items_in_batch`` is new in transformers 4.46."""
+    """Call a subclass's method with the options that it accepts. transformers added ``num_items_in_batch`` in 4.46."""
     given, parameters = options | {ITEMS: items}, inspect.signature(method).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         given = {name: value for name, value in given.items() if name in parameters}
@@ -269,21 +271,21 @@ def _call(method: Callable[..., Any], model: nn.Module, inputs: object, items: o
 
 
 class BeforeUser(Trainer):
-    """Base class before the user's class in the MRO. Converts batches to `PaddedInputs`."""
+    """Base class that is before the user's class in the MRO. It converts batches to `PaddedInputs`."""
 
     @property
     def own_loss(self) -> bool:
-        """True, so that evaluation also uses the subclass's loss."""
+        """Whether the user defines the loss. It is True, so that evaluation uses the user's loss too."""
         return True
 
     def _choose_layout(self, model: nn.Module) -> Any:
         return replace(super()._choose_layout(model), kind="padded")
 
-    # Inputs that a subclass's `training_step` passed on.
+    # Inputs that the subclass's `training_step` passed to `super()`.
     _given: PaddedInputs | None = None
 
     def _dict(self, batch: Batch) -> PaddedInputs:
-        """Return a batch in the form of TRL's inputs."""
+        """Return a batch as TRL's dict of padded tensors."""
         answers = "answers" if batch.advantages is None else "rollouts"
         inputs = to_padded(batch, self.answers_per_row, "labels" if self.method.traits.takes_loss_func else answers)
         if isinstance(self, OnlineTrainer):
@@ -292,7 +294,7 @@ class BeforeUser(Trainer):
         return inputs
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Call the subclass's method. It must call ``super()``, because rows are counted there.
+        """Call the subclass's method. It must call ``super()``, which counts the rows.
 
         Raises:
             ConfigError: The subclass's method does not call ``super()``.
@@ -307,14 +309,14 @@ class BeforeUser(Trainer):
         return samples, count
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the same as the parent's method. ``inputs`` may also be a dict."""
+        """Return the parent's result. ``inputs`` may also be a dict."""
         return super().floating_point_ops([inputs.batch] if isinstance(inputs, PaddedInputs) else inputs)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the subclass's loss of a batch, scaled so that losses of passes can be added. For a dict, return it
-        unscaled.
+        """Return the subclass's loss of a batch, scaled so that the losses of several passes can be added. For a dict,
+        return it without scaling.
         """
         if not isinstance(inputs, Batch):
             return _call(super().compute_loss, model, inputs, num_items_in_batch, return_outputs=return_outputs)
@@ -325,25 +327,25 @@ class BeforeUser(Trainer):
             loss = self.prediction_step(model, shown, prediction_loss_only=True, ignore_keys=None)[0]
             return (loss, None) if return_outputs else loss
         whole, passes = self.denominators, self._passes_of_mean
-        # In training the subclass was called at the beginning of the step. In evaluation it is not called, as in TRL.
+        # In training, the subclass was called at the beginning of the step. In evaluation, it is not called, as in TRL.
         items = label_tokens(self.denominators, self.method.traits.takes_loss_func)
         with with_attributes(self, {"denominators": _shared(whole, passes)}):
-            # If no count is passed, `super()` returns the mean over a micro-batch.
+            # Without a count, `super()` returns the mean over the micro-batch.
             result = _call(super().compute_loss, model, shown, items, return_outputs=return_outputs)
         return (result[0] / passes, *result[1:]) if isinstance(result, tuple) else result / passes
 
     def as_batch(self, inputs: Any) -> Batch:
-        """Return the same as the parent's method. TRL's dict is accepted too.
+        """Return the input as a batch like the parent's method. TRL's dict is accepted too.
 
-        A subclass may call a method of the library's classes directly.
+        This is needed because a subclass may call methods of the library's classes directly, with a dict.
         """
         return to_batch(inputs)
 
     @property
     def _passes_of_mean(self) -> float:
-        """Divisor of the loss: 1 if it is already scaled for the whole step, otherwise the number of micro-batches."""
+        """Divisor of the loss. It is 1 if the loss is already scaled for the whole step, else the number of micro-batches."""
         passes = max(self.denominators.passes / self.denominators.world_size, 1.0)
-        if user_override(type(self), "loss_is_scaled_for_ga"):  # A flag of transformers.
+        if user_override(type(self), "loss_is_scaled_for_ga"):  # This flag belongs to transformers.
             return 1.0 if self.loss_is_scaled_for_ga else passes
         owner = user_override(type(self), "compute_loss")
         if owner is None or not (self.method.traits.takes_loss_func or isinstance(self, OnlineTrainer)):
@@ -352,7 +354,7 @@ class BeforeUser(Trainer):
         return 1.0 if _reads(owner, "compute_loss", *names) else passes
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Call the subclass's step with a micro-batch as one dict. Without an override, call the library's step."""
+        """Call the subclass's step with a micro-batch as one dict. If there is no override, call the library's step."""
         own = user_override(type(self), "training_step")
         if isinstance(inputs, list):
             if not inputs or not own:
@@ -365,14 +367,16 @@ class BeforeUser(Trainer):
 
 
 class BehindUser(Trainer):
-    """Base class after the user's class in the MRO. Its ``super()`` receives TRL's inputs and returns TRL's results."""
+    """Base class that is after the user's class in the MRO. The user's ``super()`` calls pass TRL's inputs to it and
+    get TRL's results.
+    """
 
     _whole: Denominators
     _dict: Callable[[Batch], PaddedInputs]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Return the micro-batches of a step and the count of label tokens. If the subclass reads the micro-batches,
-        each is converted to one dict.
+        """Return the micro-batches of a step and the number of tokens with labels. If the subclass reads the
+        micro-batches, each is converted to one dict.
         """
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if any(user_override(type(self), name) for name in OF_A_STEP):
@@ -385,10 +389,12 @@ class BehindUser(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute TRL's ``compute_loss``: the loss of a micro-batch, or its sum divided by the subclass's count."""
+        """Compute the loss like TRL's ``compute_loss``: the mean over a micro-batch, or the sum divided by the
+        subclass's count.
+        """
         batch, counts, padded = to_batch(inputs), _as_said(inputs, self.denominators), isinstance(inputs, PaddedInputs)
         if not self.model.training and padded and batch.loss_mask is not inputs.batch.loss_mask:
-            # Treat an evaluation batch as one step, and count only the remaining labels.
+            # Treat an evaluation batch as one step. Count only the labels that the subclass has kept.
             if num_items_in_batch is not None and float(num_items_in_batch) == counts.tokens:
                 num_items_in_batch = None
             counts = replace(counts, tokens=float(batch.num_loss_tokens))
@@ -405,7 +411,7 @@ class BehindUser(Trainer):
         return loss, PaddedOutputs(loss, outputs, full)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run TRL's ``training_step`` on one dict: forward, backward, and return the detached loss."""
+        """Run a step like TRL's ``training_step``, on one dict: forward and backward pass. Return the detached loss."""
         if not isinstance(inputs, dict):
             return super().training_step(model, inputs)
         counts = self._whole.over(num_items_in_batch, allowed=self.method.traits.takes_loss_func)
@@ -415,8 +421,8 @@ class BehindUser(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Run TRL's ``prediction_step``: return the loss and, unless ``prediction_loss_only``, logits and labels of the
-        padded rows.
+        """Run a step like TRL's ``prediction_step``. Return the loss and, unless ``prediction_loss_only`` is set,
+        logits and labels of the padded rows.
         """
         with torch.no_grad(), self.compute_loss_context_manager():
             result = self.compute_loss(model, inputs, return_outputs=not prediction_loss_only)
@@ -431,8 +437,8 @@ class BehindUser(Trainer):
 
 @functools.cache
 def between(kind: type) -> type:
-    """Return a class that combines `BeforeUser`, the user's class and `BehindUser`. `BehindUser` precedes the library's
-    classes, so that ``super()`` in the user's class calls it.
+    """Return a class that combines `BeforeUser`, the user's class and `BehindUser`. `BehindUser` comes before the
+    library's classes, so that ``super()`` in the user's class calls it.
     """
     ours = next(base for base in kind.__mro__ if base.__module__.split(".")[0] == "posttrain")
     behind = type(BehindUser.__name__, (BehindUser, ours), {"__module__": __name__})

@@ -1,8 +1,8 @@
-"""TRL's module paths, so that ``from posttrain.trainer.utils import pad`` works like ``from trl.trainer.utils import
+"""TRL's module paths. With them, ``from posttrain.trainer.utils import pad`` works like ``from trl.trainer.utils import
 pad``.
 
 These modules (`MODULES`) have no files. ``import posttrain`` adds a finder to the end of ``sys.meta_path``, which calls
-`spec_of`. Names in such a module are the public names of ``posttrain``.
+`spec_of`. The names in such a module are the public names of ``posttrain``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 from posttrain.compat import trl_names
 from posttrain.errors import did_you_mean
 
-# Modules of TRL that have public names in version 1.16 or on the release page of 1.18, and older modules that scripts still
-# import. An entry ``X`` under ``trainer`` stands for the modules ``X_trainer`` and ``X_config``. Under ``experimental``, it
-# also stands for the module ``X``.
+# Modules of TRL that have public names in version 1.16 or on the release page of 1.18, and older modules from which scripts
+# still import. An entry ``X`` under ``trainer`` stands for the modules ``X_trainer`` and ``X_config``. Under ``experimental``,
+# it also stands for the module ``X``.
 _PATHS = """
 chat_template_utils core data_utils distributed experimental extras generation import_utils kernels mergekit_utils
 scripts trainer
@@ -64,7 +64,7 @@ MODULES = frozenset(
     ]
 )
 
-# Module paths from earlier versions of the documentation, with the current paths.
+# Module paths that earlier versions of the documentation used, with the current paths.
 MOVED = {
     "posttrain.compat.available": "posttrain.extensions.trl_helpers.available",
     "posttrain.rollouts.episodes.calls": "posttrain.extensions.agents.calls",
@@ -73,16 +73,16 @@ MOVED = {
     "posttrain.report.inspect": "posttrain.extensions.page.inspect",
 }
 
-# Names that TRL uses for different objects in two modules.
+# Names that stand for different objects in two of TRL's modules.
 BY_MODULE = {"posttrain.trainer.reward_trainer.DataCollatorForPreference": "DataCollatorForReward"}
 
 
 def public_name(module: str, name: str) -> Any:
-    """Return the object ``name``, imported through one of TRL's module paths or a moved module.
+    """Return the object with this name. It was imported through one of TRL's module paths or a path that has moved.
 
     Raises:
-        AttributeError: ``name`` is a dunder that Python looks for in any module.
-        ImportError: TRL's name does not exist here. The message contains the replacement.
+        AttributeError: ``name`` is a dunder name that Python looks up in every module.
+        ImportError: posttrain has no object with TRL's name. The message contains the replacement.
     """
     import posttrain
 
@@ -98,10 +98,11 @@ def public_name(module: str, name: str) -> Any:
 
 
 def older_name(module: str, name: str) -> Any:
-    """Return the replacement of a TRL name that does not exist here. Return None for other names.
+    """Return the object that replaces a TRL name of older releases. Return None for other names.
 
     Raises:
-        ImportError: There is no equivalent. The message contains what to use instead of each such name of the statement.
+        ImportError: There is no equivalent. The message contains the replacement of each such name in the import
+            statement.
     """
     row = trl_names.imports().get(name)
     if row is None or row.action == "refuse":
@@ -109,18 +110,18 @@ def older_name(module: str, name: str) -> Any:
     text, level = f"{name} of older releases is now {row.replacement}.", 3 if module == "posttrain" else 4
     warnings.warn(text, FutureWarning, stacklevel=level)
     found = pkgutil.resolve_name(row.replacement)
-    # Store the object, because an import statement reads the attribute twice.
+    # Store the object, because an import statement looks up the name twice.
     setattr(sys.modules[module], name, found)
     return found
 
 
 def missing_of_statement(module: str) -> list[str]:
-    """Return the names in the running ``from module import ...`` statement that cannot be imported."""
+    """Return the names in the current ``from module import ...`` statement that cannot be imported."""
     import posttrain
 
     frame: Any = sys._getframe()
     while frame is not None and not (
-        # An import statement looks up its names in this function of Python.
+        # Python looks up the names of an import statement in this function.
         frame.f_code.co_name == "_handle_fromlist" and frame.f_locals["module"].__name__ == module
     ):
         frame = frame.f_back
@@ -135,7 +136,8 @@ def missing_of_statement(module: str) -> list[str]:
 
 
 def refuse(module: str, name: str) -> None:
-    """Raise one error for a name that does not exist here, and for all other such names in the same import statement.
+    """Raise one error for a name that does not exist here. It also covers all other such names in the same import
+    statement.
 
     Raises:
         ImportError: Always. The message contains the replacement of each name.
@@ -157,15 +159,15 @@ def _text(module: str, name: str) -> str:
 
 
 def spec_of(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of one of TRL's module paths or of a moved module. Return None for every other name."""
+    """Return the module spec for one of TRL's module paths or a path that has moved. Return None for other names."""
     return (
         importlib.machinery.ModuleSpec(fullname, Loader(), is_package=True) if fullname in {*MODULES, *MOVED} else None
     )
 
 
 class Loader(importlib.abc.Loader):
-    """Load a module of `MODULES` or `MOVED` as an empty package whose ``__getattr__`` is `public_name`."""
+    """Loader that creates a module of `MODULES` or `MOVED` as an empty package whose ``__getattr__`` is `public_name`."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Set ``__getattr__`` of the empty module."""
+        """Set ``__getattr__`` of the module, which is otherwise empty."""
         module.__getattr__ = lambda name: public_name(module.__name__, name)  # pyright: ignore[reportAttributeAccessIssue]

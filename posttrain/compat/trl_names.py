@@ -1,7 +1,8 @@
-"""Table of TRL's names that differ here, with their releases and replacements. `rows` returns its rows.
+"""Table of TRL's names that are different in this library, with their releases and replacements. `rows` returns its
+rows.
 
-The table is the file `trl_names.tsv`. `tools/trl_names.py` lists names in TRL's wheels that are missing in the table,
-and corrects its releases. The table is read when a name is looked up, but not on ``import posttrain``.
+The table is in the file `trl_names.tsv`. `tools/trl_names.py` lists names in TRL's wheels that the table lacks, and
+corrects the table's releases. The table is read when a name is looked up, and not on ``import posttrain``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 TABLE = Path(__file__).with_suffix(".tsv")
 NAME = re.compile(r"^([\w.]+)(?:(>?=)(.+))?$")
-ANY = object()  # Marks a value that is not known.
+ANY = object()  # Marks a value that is unknown.
 
 
 class TRLName(NamedTuple):
@@ -48,7 +49,7 @@ class TRLName(NamedTuple):
         return NAME.split(self.name)[1]
 
     def holds(self, value: object) -> bool:
-        """Return whether the row's condition holds for a value of the option."""
+        """Return whether the row applies to a value of the option, according to the row's condition."""
         _, _, sign, literal, _ = NAME.split(self.name)
         if sign is None:
             return True
@@ -90,7 +91,7 @@ def values() -> dict[str, list[TRLName]]:
 
 
 def value_row(cls: type, name: str, value: object) -> TRLName | None:
-    """Return the table's row for an old value of a config's option. Return None for other values."""
+    """Return the table's row for a value of older releases of a config's option. Return None for other values."""
     owners = {base.__name__ for base in cls.__mro__} | {"Config"}
     found = (row for row in values().get(name, ()) if row.plain.partition(".")[0] in owners)
     return next((row for row in found if row.holds(value)), None)
@@ -98,11 +99,11 @@ def value_row(cls: type, name: str, value: object) -> TRLName | None:
 
 @functools.cache
 def refused(kind: str) -> dict[str, str]:
-    """Return the names of one kind that raise an error, mapped to their replacements."""
+    """Return the names of one kind that raise an error. Each is mapped to its replacement."""
     return {row.name: row.replacement for row in rows() if row.kind == kind and row.action == "refuse"}
 
 
 @functools.cache
 def renamed_arguments() -> dict[str, str]:
-    """Return the current names of renamed trainer arguments."""
+    """Map the old names of renamed trainer arguments to their current names."""
     return {row.name: row.replacement for row in rows() if row.kind == "argument" and row.action == "rename"}

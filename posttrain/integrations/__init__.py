@@ -1,4 +1,4 @@
-"""Optional imports: `require` raises a clear error if a package is missing; `is_available` checks without importing."""
+"""Optional packages: `require` imports a package or raises a clear error, and `is_available` checks without importing it."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ def is_available(name: str) -> bool:
 
 
 def require(name: str, purpose: str) -> ModuleType:
-    """Import an optional package, or raise an error with its purpose and the install command.
+    """Import an optional package. If it is not installed, raise an error with its purpose and the command to install
+    it.
 
     Args:
-        name: Import name, dotted for a submodule.
+        name: Import name of the package or of a submodule.
         purpose: Feature that needs the package, as the subject of a sentence: ``"the curves of the run record"``.
 
     Raises:
-        MissingDependencyError: The package is not installed; also an `ImportError`.
+        MissingDependencyError: The package is not installed. This error is also an `ImportError`.
     """
     try:
         return importlib.import_module(name)
     except ImportError as error:
         root = name.partition(".")[0]
         if error.name is not None and error.name.partition(".")[0] != root:
-            # Keep the error message of Python, because the package is installed but one of its dependencies is missing.
+            # The package is installed, but one of its own dependencies is missing. Keep Python's error message.
             raise
         extra = EXTRAS.get(root)
         command = f'pip install "posttrain[{extra}]"' if extra else f"pip install {root.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""Hugging Face hub: errors for models and datasets that are not found, and uploads without private files."""
+"""Hugging Face Hub: error messages for models and datasets that are not found, and uploads without private files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from posttrain.errors import DataError, ModelError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
-# Files of an output_dir that contain dataset rows, prompts, completions, the command line or names of this machine. The
-# trailing star also matches unfinished files.
+# Files of an output_dir that contain dataset rows, prompts, completions, the command line or names of this machine. The star at
+# the end also matches files that are still being written.
 RUN_RECORD = (
     "*.jsonl*", "*.parquet*", "*.html*", "data.json*", "data_report.json*", "manifest.json*", "preflight.json*", "record-*",
     "rollout_failure.json*", "rollout_workers/*",
 )  # fmt: skip
-# training_args.bin contains the Hub token, and no code reads it again. The second pattern matches the folder's lock files.
+# training_args.bin contains the Hub token, and no code reads it. The second pattern matches the folder's lock files.
 NEVER_UPLOADED = ("training_args.bin", ".posttrain*")
-# Files that are copied from a checkpoint to the output_dir for an upload during training.
+# Files that are copied from a checkpoint to the output_dir, to be uploaded during training.
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -29,8 +29,7 @@ MODEL_FILES = (
     "model.safetensors.index.json",
     "adapter_*",
 )
-# Environment variables that turn on offline mode: one for the Hub, and one for the library that loads models or datasets by
-# name.
+# Environment variables that enable offline mode: one for the Hub, and one for the library that loads models or datasets.
 SWITCHES = {
     "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
     "tokenizer": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
@@ -38,30 +37,31 @@ SWITCHES = {
 }
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 SECONDS_TO_ANSWER = 10.0
-# Folder for models that `posttrain demo` converts. Each model's folder has the last part of its Hub id as its name.
+# Folder for models that `posttrain demo` converts. The folder of each model has the last part of its Hub id as its name.
 MADE = Path(os.path.expanduser("~"), ".cache", "posttrain")
 ON = ("1", "on", "true", "yes")
 
 
 def offline_variables(kind: str) -> str:
-    """Return the two offline variables for a kind, with their values: ``HF_HUB_OFFLINE=1, ...``."""
+    """Return the two offline variables for models or datasets, with their values: ``HF_HUB_OFFLINE=1, ...``."""
     return ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in SWITCHES[kind])
 
 
 def _nearest(name: str) -> str:
-    """Return a "did you mean" hint: the most similar folder or data file here or in the parent of ``name``."""
+    """Return a "did you mean" hint with the most similar folder or data file, here or in the parent folder of ``name``."""
     parents = [path for path in dict.fromkeys((Path(name).expanduser().parent, Path())) if path.is_dir()]
     entries = [entry for path in parents for entry in path.iterdir() if entry.is_dir() or entry.suffix in FILES]
     return did_you_mean(Path(name).name, [entry.name for entry in entries if not entry.name.startswith(".")])
 
 
 def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
-    """Return the error message for a model, tokenizer or dataset that is not a folder, not cached and not reachable.
+    """Return the error message for a model, tokenizer or dataset that is neither a folder nor in the cache and cannot
+    be downloaded.
 
     Args:
         kind: ``model``, ``tokenizer`` or ``dataset``.
         name: Name that the user passed.
-        error: Exception of the loader. Its first line is quoted.
+        error: Exception that the loader raised. The message quotes its first line.
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -94,12 +94,12 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
 
 
 def refuse_unreachable(kind: str, name: str) -> None:
-    """Raise an error if a hub id is not cached and the hub does not respond. The loaders would retry each file for half
-    a minute.
+    """Raise an error if a Hub id is not in the cache and the Hub does not respond. Without this check, loaders would
+    try to download each file for half a minute.
 
     Raises:
-        ModelError: The id is a model or tokenizer.
-        DataError: The id is a dataset.
+        ModelError: The id belongs to a model or tokenizer.
+        DataError: The id belongs to a dataset.
     """
     import httpx2
     from huggingface_hub import constants, file_download, get_session
@@ -125,7 +125,8 @@ def refuse_unreachable(kind: str, name: str) -> None:
 
 @contextmanager
 def explained(kind: str, name: str) -> Iterator[None]:
-    """Turn a loader's failure to find ``name`` into one clear error. Errors of existing folders are not changed.
+    """Replace the errors of a loader that cannot find ``name`` by one clear error. Errors of existing folders are not
+    changed.
 
     Raises:
         ModelError: A model or tokenizer was not found.
@@ -142,12 +143,13 @@ def explained(kind: str, name: str) -> Iterator[None]:
 
 
 def upload(folder: str, *, run_record: bool, ignore_patterns: Sequence[str] = (), **options: Any) -> Any:
-    """Upload a folder without `NEVER_UPLOADED`, and without `RUN_RECORD` unless ``run_record``; log the names of its files.
+    """Upload a folder and log the names of its files. `NEVER_UPLOADED` is excluded, and `RUN_RECORD` too unless
+    ``run_record`` is set.
 
     Args:
         folder: Path of the folder.
         run_record: Value of ``push_run_record`` in the config.
-        ignore_patterns: Patterns of more files to exclude.
+        ignore_patterns: Patterns of further files that are excluded.
         options: Keyword arguments of `huggingface_hub.upload_folder`.
 
     Returns:

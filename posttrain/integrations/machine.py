@@ -1,4 +1,4 @@
-"""Resources of this machine: free disk space, usable processors, GPU memory and processes, free ports, file limits."""
+"""Resources of this machine: disk space, processors, GPU memory and processes, ports, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def free_disk(folder: str | Path) -> int:
-    """Return the free bytes on the disk of ``folder``, or of its first existing parent."""
+    """Return the number of free bytes on the disk of ``folder``. If the folder does not exist, its first existing
+    parent is used.
+    """
     path = Path(folder).expanduser().absolute()
     while not path.exists():
         path = path.parent
@@ -24,7 +26,9 @@ def free_disk(folder: str | Path) -> int:
 
 
 def usable_processors() -> int:
-    """Return the number of processors this process may run on, from its CPU affinity if the system supports it."""
+    """Return the number of processors on which this process may run. The CPU affinity is used if the operating system
+    supports it.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -36,7 +40,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # Otherwise, a recently closed connection would still block the port.
+        # Without this option, a connection that was closed recently would still block the port.
         if os.name == "posix":
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
@@ -47,7 +51,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Return whether a server could listen on ``port`` of an address of this machine. The test socket is closed."""
+    """Return whether a server could listen on ``port`` of this machine. The socket for the test is closed again."""
     try:
         listen(host, port).close()
     except OSError:
@@ -61,17 +65,19 @@ def raise_file_limit() -> None:
     Each connection of a server is a file, and many systems allow 1024.
     """
     try:
-        import resource  # This module is missing on Windows, which has no limit of this kind.
+        import resource  # Windows does not have this module, and no such limit.
     except ImportError:
         return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # macOS rejects its own hard limit if this limit is infinite.
+    # macOS rejects an infinite limit, although it reports it as its own hard limit.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def gpu_memory(device: torch.device | str) -> tuple[int, int]:
-    """Return the free and total bytes of a CUDA device. Memory that this process has reserved but does not use is free."""
+    """Return the free and the total bytes of a CUDA device. Memory that this process has reserved but does not use
+    counts as free.
+    """
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
@@ -79,10 +85,11 @@ def gpu_memory(device: torch.device | str) -> tuple[int, int]:
 
 
 def gpu_processes() -> dict[int, list[tuple[int, str, int]]]:
-    """Return the other processes on each GPU. The result is empty without NVML, which is optional.
+    """Return the other processes on each GPU. Without the optional package NVML, the result is empty.
 
     Returns:
-        List of (process id, name, bytes) by NVML's GPU index, which CUDA_VISIBLE_DEVICES does not change.
+        Maps NVML's index of each GPU to a list of (process id, name, bytes). CUDA_VISIBLE_DEVICES does not change this
+        index.
     """
     by_gpu: dict[int, list[tuple[int, str, int]]] = {}
     if not is_available("pynvml"):

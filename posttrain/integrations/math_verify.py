@@ -1,4 +1,4 @@
-"""Parsing and comparing formulas with math-verify. It may not terminate: call it in a process with a time limit."""
+"""Parses and compares formulas with math-verify. It may run forever, so call it in a process with a time limit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from importlib.machinery import ModuleSpec
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
-# Maximum address space of a worker process in bytes. An expression such as 10**10**10 must fail in the worker before it fills
-# the machine's memory.
+# Maximum address space of a worker process in bytes. An expression such as 10**10**10 then fails in the worker instead of
+# filling the machine's memory.
 MEMORY = 4 * 2**30
 
 
 def start_process() -> None:
-    """Prepare a worker process: set a memory limit, disable logging and import slow modules."""
+    """Prepare a worker process: set the memory limit, disable logging, and import modules that load slowly."""
     logging.disable(logging.CRITICAL)
     try:
         import resource
@@ -30,8 +30,8 @@ def start_process() -> None:
     importlib.import_module("math_verify")
 
 
-# A spawned process imports the module that defines its class. The class is in this module, which imports neither torch nor
-# transformers.
+# A spawned process imports the module in which its class is defined. This module imports neither torch nor transformers, so
+# that processes start fast.
 class _WithoutMain(SpawnProcess):
     def start(self) -> None:
         main: Any = sys.modules["__main__"]
@@ -47,13 +47,15 @@ _spawning = threading.Lock()
 
 
 class WithoutMain(SpawnContext):
-    """Spawn context whose processes do not run the main script again, because it may have no main guard."""
+    """Spawn context whose processes do not run the main script again. The script may have no ``if __name__ ==
+    "__main__"`` guard.
+    """
 
     Process = _WithoutMain
 
 
-# ANCHOR matches the start of LaTeX for math-verify, COMMAND a LaTeX command with a text argument, WORD a word or currency sign,
-# UNIT a number with its unit, and SCIENTIFIC a number in scientific notation.
+# ANCHOR matches the beginning of LaTeX for math-verify. COMMAND matches a LaTeX command with a text argument, WORD a word or
+# currency sign, UNIT a number with its unit, and SCIENTIFIC a number in scientific notation.
 ANCHOR = re.compile(r"\$|\\[(\[]|\\boxed")
 COMMAND = re.compile(r"\\[A-Za-z]+(?:\s*\{[A-Za-z\s.]*\})?")
 WORD = re.compile(r"[^\W\d_]{3}|[#€£¥]")
@@ -62,7 +64,8 @@ SCIENTIFIC = re.compile(r"[+-]?\d*\.?\d+e[+-]?\d{1,3}", re.I)
 
 
 def as_formula(text: str) -> str:
-    r"""Return a text that is only a formula as ``$text$``. Without dollar signs, math-verify reads ``2\sqrt{3}`` as 2.
+    r"""Return a text that is only a formula as ``$text$``. Without dollar signs, math-verify reads ``2\sqrt{3}`` as
+    2.
 
     >>> as_formula(r"2\sqrt{3}"), as_formula("1e-05"), as_formula("72 apples")
     ('$2\\sqrt{3}$', '$0.00001$', '72 apples')
@@ -75,8 +78,8 @@ def as_formula(text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_gold(text: str) -> tuple:
-    r"""Parse a reference. These forms are tried until one has a result: `as_formula`, the unchanged text, ``$text$``,
-    ``\boxed{text}``.
+    r"""Parse a reference answer. These forms are tried until one can be parsed: `as_formula`, the unchanged text,
+    ``$text$``, ``\boxed{text}``.
     """
     parse = importlib.import_module("math_verify").parse
     for form in dict.fromkeys((as_formula(text), text, f"${text}$", f"\\boxed{{{text}}}")):
@@ -87,7 +90,9 @@ def parse_gold(text: str) -> tuple:
 
 
 def parse_answer(text: str, lenient: bool) -> list:
-    """Parse an answer: LaTeX after an anchor, boxed expressions first. With ``lenient``, accept anything that parses."""
+    """Parse an answer: LaTeX after an anchor, with boxed expressions first. With ``lenient``, any text that can be
+    parsed is accepted.
+    """
     checker = importlib.import_module("math_verify")
     if lenient:
         return checker.parse(as_formula(text), parsing_timeout=None) or checker.parse(text, parsing_timeout=None)
@@ -101,13 +106,13 @@ def parse_answer(text: str, lenient: bool) -> list:
 
 
 def show_gold(text: str) -> str:
-    """Return the first expression in a reference as text, or "" if there is none."""
+    """Return the first expression of a reference answer as text. Return "" if there is none."""
     expressions = parse_gold(text)
     return str(expressions[0]) if expressions else ""
 
 
 def compare(gold: str, answer: str, lenient: bool) -> tuple[str, bool]:
-    """Return the parsed answer ("" if nothing was found) and whether it equals the reference."""
+    """Return the parsed answer ("" if there is none), and whether it equals the reference answer."""
     parsed, reply = list(parse_gold(gold)), parse_answer(answer, lenient)
     equal = bool(
         parsed and reply and importlib.import_module("math_verify").verify(parsed, reply, timeout_seconds=None)

@@ -1,1 +1,1 @@
-"""The training loop that all methods share; the trainer core does not know which algorithm runs."""
+"""The training loop that all methods share. It does not depend on the algorithm that is trained."""

@@ -1,4 +1,6 @@
-"""Trainer attributes under TRL's names: where each one is stored here, and which may be changed during training."""
+"""TRL's names of trainer attributes: where each value is stored in this library, and which values may change during
+training.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from posttrain.metrics import MetricBuffer
     from posttrain.models.reference import Reference
 
-# These config fields are read at every step, so changing them takes effect during training.
+# Config fields that are read at every step, so that a change during training takes effect.
 SETTABLE = frozenset({
     "alpha", "beta", "chat_template_kwargs", "cpo_alpha", "desirable_weight", "f_alpha_divergence_coef",
     "f_divergence_type", "label_smoothing", "loss_weights", "mask_truncated_completions", "max_completion_length", "min_p",
@@ -30,7 +32,7 @@ SETTABLE = frozenset({
     "repetition_penalty", "reward_clip_range", "scale_rewards", "simpo_gamma", "temperature", "top_k", "top_p", "tpo_alpha",
     "tpo_l_gamma", "undesirable_weight", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
 })  # fmt: skip
-# These attributes are read only once, when the trainer is created, so changing them later has no effect.
+# Attributes that are read only when the trainer is created, so that a later change has no effect.
 FIXED = frozenset({
     "completion_only_loss", "generation_config", "generation_kwargs", "importance_sampling_level", "ld_alpha",
     "log_completions", "loss_type", "max_length", "num_generations", "num_generations_eval", "num_iterations",
@@ -39,8 +41,8 @@ FIXED = frozenset({
     "vllm_gpu_memory_utilization", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_mode",
     "vllm_tensor_parallel_size",
 })  # fmt: skip
-# Attributes that are stored elsewhere, each with attribute paths that start at the trainer. Reading uses the first path whose
-# value is not None. Writing uses only the first path.
+# Attributes that are stored in other objects, each with attribute paths that start at the trainer. When an attribute is read,
+# the first path whose value is not None is used. When it is set, the first path is used.
 PATHS: dict[str, tuple[str, ...]] = {
     "chat_template": ("processing_class.chat_template",),
     "completion_only_loss": ("args.completion_only_loss", "prompts_are_given"),
@@ -62,7 +64,7 @@ OF_TRANSFORMERS = frozenset(transformers.TrainingArguments.__dataclass_fields__)
 
 
 def of_run(name: str) -> Any:
-    """Return a trainer property that reads and writes a field of `posttrain.loop.run.Run`."""
+    """Return a trainer property that gets and sets a field of `posttrain.loop.run.Run`."""
     return property(
         lambda trainer: getattr(trainer.run, name),
         lambda trainer, value: setattr(trainer, "run", replace(trainer.run, **{name: value})),
@@ -70,7 +72,7 @@ def of_run(name: str) -> Any:
 
 
 def of_progress(name: str) -> Any:
-    """Return a trainer property that reads and writes a field of `posttrain.loop.run.Progress`."""
+    """Return a trainer property that gets and sets a field of `posttrain.loop.run.Progress`."""
     return property(
         lambda trainer: getattr(trainer.progress, name),
         lambda trainer, value: setattr(trainer.progress, name, value),
@@ -78,7 +80,9 @@ def of_progress(name: str) -> Any:
 
 
 def paths_of(trainer: object, name: str) -> tuple[str, ...]:
-    """Return the paths where a trainer stores the attribute with this TRL name. Empty if it has no such attribute."""
+    """Return the paths under which a trainer stores the attribute with this TRL name. Return an empty tuple if there
+    are none.
+    """
     config = vars(trainer).get("args")
     fields = type(config).__dataclass_fields__ if config is not None else {}
     if name in fields and name not in OF_TRANSFORMERS and name not in PATHS:
@@ -95,10 +99,10 @@ def _at(holder: object, path: str) -> Any:
 
 
 def read(trainer: object, name: str) -> Any:
-    """Return the value of an attribute that the trainer itself does not have."""
+    """Return the value of an attribute that is stored in another object than the trainer."""
     hidden = inspect.getattr_static(type(trainer), name, None)
     if isinstance(hidden, property | functools.cached_property):
-        # The property's own code read a missing attribute. Call it again, to raise the original error.
+        # The code of the property has read a missing attribute. Call it again, so that the original error is raised.
         return hidden.__get__(trainer, type(trainer))
     if paths := paths_of(trainer, name):
         return next((value for path in paths if (value := _at(trainer, path)) is not None), None)
@@ -106,10 +110,10 @@ def read(trainer: object, name: str) -> Any:
 
 
 def write(trainer: object, name: str, value: object) -> bool:
-    """Set the attribute that has this TRL name. Return False if it is an attribute of the trainer itself.
+    """Set an attribute that is stored in another object. Return False if the trainer itself stores it.
 
     Raises:
-        AttributeError: The trainer has already read the value.
+        AttributeError: The trainer has already used the value, so a change would have no effect.
     """
     own = inspect.getattr_static(type(trainer), name, None)
     if own is not None and not (isinstance(own, property) and own.fset is None):
@@ -126,8 +130,8 @@ def write(trainer: object, name: str, value: object) -> bool:
 
 
 def raise_absent(kind: type, name: str) -> NoReturn:
-    """Raise the error for an unknown attribute. If TRL has a method of this name, the error names the hook to use
-    instead.
+    """Raise the error for an unknown attribute. If TRL has a method with this name, the error names the hook that
+    replaces it.
 
     Raises:
         AttributeError: Always.
@@ -138,7 +142,7 @@ def raise_absent(kind: type, name: str) -> NoReturn:
 
 
 class PartsOfRun:
-    """Exposes the parts of a trainer's run under the names that transformers and subclasses use."""
+    """Gives access to the components of a trainer's run under the names that transformers and subclasses use."""
 
     run: Run
     progress: Progress

@@ -1,6 +1,6 @@
-"""Preflight checks of a trainer, at four points: its config, its data, its first batch, and every line of its log.
+"""Checks of a trainer at four moments: its config, its data, its first batch, and every log line.
 
-The main process runs the checks and broadcasts the findings, so that an error ends all ranks.
+The main process runs the checks and broadcasts the findings, so that an error ends the run on all ranks.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Register the checks of all modules now, so that creating a trainer does not import further modules.
+# Register the checks of all modules here, so that no further modules are imported while a trainer is created.
 load()
 
 FILE = "preflight.json"
 
 
 class Checks:
-    """Runs all checks of a run: on its config, its data, its first batch, every step and every log line.
+    """Runs the checks of one run: on its config, its data, its first batch, every step and every log line.
 
-    The main process runs the checks and broadcasts the findings, so that an error ends all ranks. All ranks must call
-    every method.
+    The main process runs the checks and broadcasts the findings, so that an error ends the run on all ranks. Every
+    method must be called on all ranks.
 
     Args:
         args: The trainer's config.
         command: The trainer's command name, such as ``"grpo"``.
-        ignored_codes: Codes of findings that do not apply to this method's rows.
-        log_area: First letter of the finding codes that the log rules (`posttrain.checks.rules`) may report. If empty,
-            the log rules report nothing.
-        log_codes: Codes that are checked at every log line.
-        zero_gradient_is_normal: Whether a step may have a zero gradient. In online methods the gradient is zero if the
+        ignored_codes: Codes of findings that do not apply to the rows of this method.
+        log_area: First letter of the finding codes that the log rules (`posttrain.checks.rules`) may report. Empty: the
+            log rules report no findings.
+        log_codes: Codes that are checked after every log line.
+        zero_gradient_is_normal: Whether a step may have a zero gradient. In online methods, the gradient is zero if all
             rewards within each group are equal.
-        fills_prompts: Whether environments write the prompts, so that prompts in the dataset may be empty or equal.
+        fills_prompts: Whether environments write the prompts. Prompts of the dataset may then be empty or equal.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Checks:
         self.step_codes = ("PT-T003",) if zero_gradient_is_normal else ("PT-T001", "PT-T003")
         self.fills_prompts = fills_prompts
         self.record: Any = None
-        # Number of trained tokens of the largest pass so far, and of the longest sequence so far.
+        # Maximum number of trained tokens of a pass so far, and maximum number of tokens of a sequence so far.
         self.largest_seen = (0, 0)
         # Length of the longest training sequence in tokens. It is 0 until it is known.
         self.longest_of_data = 0
@@ -103,17 +103,17 @@ class Checks:
         self.positions = math.inf
         self._steps = self._empty = 0
         self._written = False
-        self._early: list[Finding] = []  # Findings that are reported before the run record exists.
+        self._early: list[Finding] = []  # Findings from before the run record exists. They are written to it later.
 
     def saved_tokens(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        """Check padding and stop tokens in the saved configs, once per run."""
+        """Check the padding and stop tokens in the configs that are saved with the model. Later calls have no effect."""
         if not self._tokens_checked:
             self._tokens_checked = True
             with self.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
                 self.report(special_token_findings(model, tokenizer))
 
     def knows(self, *, parts: Mapping[str, Any] | None = None, **fields: Any) -> None:
-        """Set fields of the probes' `Context`, and components of the run by name."""
+        """Set fields of the `Context` that probes read, and add components of the run by name."""
         for name, value in fields.items():
             setattr(self.context, name, value)
         self.context.parts = {**self.context.parts, **(parts or {})}
@@ -123,8 +123,8 @@ class Checks:
     def config(
         self, model: nn.Module, train_dataset: AnyDataset, eval_dataset: EvalSets | None, peft_config: PeftConfig | None
     ) -> Any:
-        """Run the first checks, before weights are loaded. Return the training set without the rows that ``bad_rows``
-        drops.
+        """Run the checks of the first moment, before weights are loaded. Return the training set. With
+        ``bad_rows="drop"``, it does not contain bad rows.
         """
         self.knows(model_config=model_config_of(model, self.args), peft_config=peft_config)
         named = {"model_name": model} if isinstance(model, str) else {}
@@ -139,7 +139,9 @@ class Checks:
         return train_dataset
 
     def start(self, model: nn.Module, layout: Layout) -> None:
-        """Check the loaded model: precision of trained parameters, one process per GPU, dense attention masks."""
+        """Check the loaded model: the precision of trained parameters, the number of processes per GPU, and dense
+        attention masks.
+        """
         trainable: dict[str, int] = {}
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -155,16 +157,16 @@ class Checks:
             ])  # fmt: skip
 
     def data(self, head: DatasetHead, eval_dataset: EvalSets | None) -> None:
-        """Run the second checks: the sampled rows of the tokenized training set, and the chat template.
+        """Run the checks of the second moment: on sampled rows of the tokenized training set, and on the chat template.
 
         Args:
-            head: The sampled rows.
+            head: Sampled rows of the training set.
             eval_dataset: The evaluation set that was passed to the trainer.
         """
         if not self.preflight.active:
             return
         sample = None
-        # Ignore errors about rows that cannot be used. They are reported during training, with the row number.
+        # Ignore errors of rows that cannot be used. Training reports them later, with the row number.
         with contextlib.suppress(PosttrainError):
             sample = head.sample if not head.streams and head.prepared is not None else None
         rows = sample.rows if sample is not None else ()
@@ -181,7 +183,7 @@ class Checks:
             )
 
     def first_batch(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> None:
-        """Run the third checks, on the batches of the first optimizer step.
+        """Run the checks of the third moment, on the batches of the first optimizer step.
 
         Args:
             run: Run of the trainer.
@@ -194,7 +196,7 @@ class Checks:
         with self.preflight.record_check("first_batch", ("PT-K004",)):
             found = lambda: check_tokens(self.context, ids, run.reference)  # noqa: E731
             self.report_from_main(lambda: [finding for finding in found() if finding.code == "PT-K004"])
-        # Register the checks that are done at every step from now on.
+        # Register the checks that run in every further step.
         with self.preflight.record_check("log_step", self.step_codes):
             pass
         self.write()
@@ -202,10 +204,10 @@ class Checks:
             self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
 
     def empty_steps(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> bool:
-        """Count consecutive steps in which no token contributes to the loss. The third such step ends the run.
+        """Count consecutive steps in which no token contributes to the loss. After the third such step, the run ends.
 
-        In online methods such steps are normal, because all completions may be masked. The checks of rewards, lengths
-        and gradients detect runs whose completions never end.
+        In online methods, such steps are normal, because all completions of a step may be masked. Other checks (of
+        rewards, lengths and gradients) detect runs whose completions never end.
         """
         self._empty = 0 if counts.tokens else self._empty + 1
         if self._empty >= EMPTY_STEPS and not self.zero_gradient_is_normal:
@@ -213,7 +215,7 @@ class Checks:
         return True
 
     def economy(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> bool:
-        """Check the share of padding once, after a few steps."""
+        """Check the share of padding once, after `ECONOMY_STEPS` steps."""
         self._steps += 1
         if self._steps < min(ECONOMY_STEPS + 1, max(int(run.progress.state.max_steps or 1), 1)):
             return True
@@ -223,17 +225,17 @@ class Checks:
         return False
 
     def log_line(self, history: Sequence[Mapping[str, float]]) -> bool:
-        """Run the fourth checks, after each log line.
+        """Run the checks of the fourth moment, after each log line.
 
         Args:
-            history: All log lines, including the newest.
+            history: All log lines, including the new one.
         """
         with self.preflight.record_check("log_step", self.log_codes):
             self.report_from_main(lambda: [*self.log_findings(history), *self._probed("log_step", history=history)])
         return True
 
     def log_findings(self, history: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
-        """Return the findings of the method's log rules for the newest log line."""
+        """Yield the findings of the method's log rules for the newest log line."""
         if self.log_area == "P" or (self.log_area and history and "loss" in history[-1]):
             yield from check_log(history, self.log_area, generations_per_step=self.args.generations_per_step)
 
@@ -245,14 +247,14 @@ class Checks:
     # Steps and gradients -----------------------------------------------------------------------------------------
 
     def measure_models(self) -> None:
-        """Determine the maximum sequence length of the model and its teachers."""
+        """Compute the maximum sequence length that the model and its teachers support."""
         teachers = [part for name, part in self.context.parts.items() if name.startswith("teacher_model")]
         self._texts = [text for model in (self.context.model, *teachers) if (text := text_of(config_of(model)))]
         self.positions = min((known for text in self._texts if (known := context_length(text))), default=math.inf)
 
     def has_overlong_sequence(self, batches: Sequence[Batch]) -> float:
-        """Record the sizes of a step's passes. Return 1.0 if a sequence of this rank has more tokens than the model has
-        positions.
+        """Record the sizes of a step's passes. Return 1.0 if a sequence of this rank is longer than the model's number
+        of positions, else 0.0.
         """
         sizes = [(b.input_ids.numel(), int(b.position_ids.max()) + 1) for b in batches if b.input_ids.numel()]
         passes, lengths = zip(*sizes, self.largest_seen, strict=True)
@@ -260,8 +262,8 @@ class Checks:
         return float(max(lengths) > self.positions)
 
     def report_overlong(self) -> None:
-        """Report a sequence that has more tokens than a model has positions. Each rank reports once; all ranks must
-        call this together.
+        """Report a sequence that is longer than a model's number of positions. Each rank reports once. All ranks must
+        call it together.
         """
         longest, mine = self.largest_seen[1], []
         if longest > self.positions:
@@ -270,12 +272,14 @@ class Checks:
         self.report(parallel.all_gather_objects(mine, PartialState())[:1])
 
     def first_gradients(self, model: nn.Module, micro_batches: Sequence[Sequence[Batch]]) -> bool:
-        """Check that parameters receive gradients, in the first step with a finite gradient and a trained token."""
-        if self._empty:  # Check the next step instead, because a step without a trained token has no gradient.
+        """Check that parameters receive gradients. The check runs in the first step that has a finite gradient and a
+        trained token.
+        """
+        if self._empty:  # A step without a trained token has no gradient, so check the next step instead.
             return True
         norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         if norms and not any(norms.values()) and all("trainable_tokens" in name for name in norms):
-            return True  # Check again in a later step, because the rows may not have contained these tokens yet.
+            return True  # The rows of this step may not have contained the new tokens, so check a later step again.
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
         with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
@@ -292,7 +296,7 @@ class Checks:
     # Running and reporting -----------------------------------------------------------------------------------------
 
     def run_probes(self, moment: Moment, **known: Any) -> None:
-        """Run all probes of one point on the main process, and report their findings on every rank."""
+        """Run all probes of one moment on the main process, and report their findings on every rank."""
         self.report_from_main(lambda: self._probed(moment, **known))
 
     def _probed(self, moment: Moment, **known: Any) -> list[Finding]:
@@ -300,10 +304,10 @@ class Checks:
         return self.preflight.run(moment, replace(self.context, **fields, parts={**self.context.parts, **known}))
 
     def report(self, findings: Iterable[Finding | None]) -> None:
-        """Report findings that every rank has. Findings of severity error end the run.
+        """Report findings that are equal on all ranks. A finding with severity error ends the run.
 
         Raises:
-            PreflightError: There are errors; the message lists all of them.
+            PreflightError: There are errors. The message lists all of them.
         """
         try:
             reported = self.preflight.report(findings, log=PartialState().is_main_process)
@@ -316,21 +320,21 @@ class Checks:
             self.finish()
 
     def report_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
-        """Run ``look`` on the main process and report its findings on every rank. All ranks must call this."""
+        """Run ``look`` on the main process, and report its findings on every rank. All ranks must call it."""
         state = PartialState()
         with parallel.failing_together(state):
             findings = list(look()) if state.is_main_process else []
         self.report(parallel.all_gather_objects(findings, state))  # type: ignore[arg-type]
 
     def keep(self, findings: Iterable[Finding]) -> None:
-        """Write findings to the run record, once it exists."""
+        """Write findings to the run record. Findings from before the record exists are written when it is created."""
         self._early += findings
         if self.record is not None:
             self.record.add_findings(self._early)
             self._early = []
 
     def finish(self) -> None:
-        """Write the findings if the run's folder already exists. It is created at the first step."""
+        """Write the findings if the run's folder already exists. (The folder is created at the first step.)"""
         if self._written:
             self.write()
 
@@ -338,8 +342,8 @@ class Checks:
         """Write ``preflight.json`` to the run's folder if there are new findings. Only the main process writes.
 
         Args:
-            refused: Whether the run ends here. If the folder still belongs to another run, the file of that run is left
-                unchanged.
+            refused: Whether an error ends the run here. If the folder still contains the file of another run, that file is
+                not overwritten.
         """
         if not PartialState().is_main_process or not (self.preflight.changed or refused):
             return
@@ -354,14 +358,14 @@ class Checks:
 
 @cache
 def log_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the codes that start with one of these letters and are checked at each log line. Codes in ``apart`` are
-    excluded because they are checked elsewhere.
+    """Return the codes that start with one of these letters and are checked after each log line. Codes in ``apart`` are
+    excluded, because they are checked elsewhere.
     """
     return tuple(code for letter in letters for code in codes_of(letter, "log_step") if code not in apart)
 
 
 def model_config_of(model: nn.Module, args: PostTrainingConfig) -> Any:
-    """Return the model's config. For a string it is read without the weights. None if it cannot be read."""
+    """Return the model's config. For a path or Hub id, it is read without the weights. Return None if it cannot be read."""
     if not isinstance(model, str):
         return config_of(model)
     from transformers import AutoConfig
@@ -371,7 +375,7 @@ def model_config_of(model: nn.Module, args: PostTrainingConfig) -> Any:
         return AutoConfig.from_pretrained(
             model, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
         )
-    # Ignore the error, because loading the model will raise a clearer one.
+    # Ignore the error here, because loading the model will raise an error with a clearer message.
     except Exception:
         return None
 
@@ -382,18 +386,18 @@ def _norm(gradient: torch.Tensor | None) -> float | None:
 
 # Findings from numbers -----------------------------------------------------------------------------------------
 
-# Number of consecutive steps without a trained token after which there is a finding.
+# Number of consecutive steps without a trained token that causes a finding.
 EMPTY_STEPS = 3
 PADDING_MOST = 0.4
 ECONOMY_STEPS = 10  # Number of steps after which the share of padding is checked.
 
 
 def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
-    """Check the trained parameters after the first backward pass: at least one must have a gradient, and all gradients
-    must be finite.
+    """Check the trained parameters after the first backward pass. At least one of them must have a gradient, and all
+    gradients must be finite.
 
     Args:
-        norms: Gradient norm of each parameter that requires a gradient. None if it has no gradient.
+        norms: Gradient norm of each trained parameter. None: the parameter has no gradient.
     """
     if not norms:
         return Finding(
@@ -429,10 +433,11 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
 
 
 def check_tower_gradients(norms: Mapping[str, float | None], model: nn.Module) -> Finding | None:
-    """Find trained parameters of the vision tower and projector that received no gradient in a step with images.
+    """Return a finding if trained parameters of the vision tower or projector received no gradient in a step with
+    images.
 
     Args:
-        norms: Gradient norms of the first step. None for a parameter without a gradient.
+        norms: Gradient norm of each parameter in the first step. None: the parameter has no gradient.
         model: Model with `posttrain.models.vision.install_pictures`, wrapped or not.
     """
     if picture_encoder(model) is None:
@@ -465,11 +470,11 @@ def nothing_trained(steps: int) -> Finding:
 
 
 def check_padding(real: int, computed: int) -> Finding | None:
-    """Find batches that are mostly padding.
+    """Return a finding if most of the computed tokens are padding.
 
     Args:
-        real: Number of tokens of sequences.
-        computed: Number of tokens that went through the model, including padding.
+        real: Number of tokens that belong to sequences.
+        computed: Number of tokens that the model processed, including padding.
     """
     share = 1 - real / computed if computed else 0.0
     if share <= PADDING_MOST:
@@ -490,11 +495,12 @@ def _positions_of(text: Any, longest: int) -> Finding | None:
 
 
 def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding | None:
-    """Find a sequence with more tokens than the positions that the model was trained on or has embeddings for.
+    """Return a finding if a sequence is longer than the number of positions that the model was trained on or has
+    embeddings for.
 
     Args:
         longest: Number of tokens of the longest sequence of a step.
-        known: Number of positions of the model (``max_position_embeddings``). None if the config has no such number.
+        known: Number of positions of the model (``max_position_embeddings``). None: the config does not contain it.
         rotary: Whether positions are computed, so that later ones exist but are untrained. Otherwise they are rows of
             an embedding table.
     """
@@ -514,7 +520,9 @@ def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding
 
 
 def embedding_rows(model: nn.Module) -> int | None:
-    """Return the number of rows of a model's input embedding. None if it has none or only a shard of it."""
+    """Return the number of rows of a model's input embedding. Return None if the model has none, or only a shard of it
+    on this process.
+    """
     try:
         shape = model.get_input_embeddings().weight.shape
     except (NotImplementedError, AttributeError):
@@ -523,14 +531,14 @@ def embedding_rows(model: nn.Module) -> int | None:
 
 
 def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name: str = "the model") -> Finding | None:
-    """Compare token ids with the number of embedding rows. A larger id raises an error on a CPU and an assertion on a
-    GPU.
+    """Compare token ids with the number of rows of the embedding. A larger id causes an error on a CPU and a
+    device-side assertion on a GPU.
 
     Args:
-        rows: Rows of the embedding. With None nothing is checked.
+        rows: Number of rows of the embedding. None: nothing is checked.
         tokens: Number of tokens of the tokenizer.
-        highest: Largest id of the sampled rows. None if none were sampled.
-        name: Model that has the embedding, for messages.
+        highest: Largest id in the sampled rows. None: no rows were sampled.
+        name: Name of the model with this embedding, for messages.
     """
     if rows is None:
         return None
@@ -558,7 +566,9 @@ def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name
 
 
 def check_tokens(context: Context, ids: Iterable[int] = (), reference: Reference | None = None) -> Iterator[Finding]:
-    """Compare the token ids of the sampled rows, and further ids, with the embeddings of the policy and the reference."""
+    """Compare the token ids of the sampled rows, and the ids in ``ids``, with the embeddings of the policy and of the
+    reference.
+    """
     tokenizer = inner_tokenizer(context.tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         return
@@ -572,7 +582,7 @@ def check_tokens(context: Context, ids: Iterable[int] = (), reference: Reference
 
 
 def check_reward_models(context: Context) -> Iterator[Finding]:
-    """Check that each reward model has as many embeddings as its tokenizer has tokens."""
+    """Check that each reward model has at least as many embeddings as its tokenizer has tokens."""
     rewards: Any = context.parts.get("rewards")
     for function in () if rewards is None else rewards.functions:
         model, tokenizer = getattr(function, "model", None), getattr(function, "tokenizer", None)

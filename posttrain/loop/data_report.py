@@ -1,5 +1,5 @@
-"""`data_report`: a summary of the training data, logged once at the start; and ``strict_data``, which turns warnings
-about it into errors.
+"""`DataReport`: a summary of the training data, which is logged once at the start. Also the option ``strict_data``,
+which turns warnings about the data into errors.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 # TEMPLATE_ROWS: number of rows with which the chat template is checked. SEQUENCES_DESCRIBED: number of sequences that are
 # shown.
 TEMPLATE_ROWS, SEQUENCES_DESCRIBED = 32, 3
-# Number of examples that are tokenized: the first number is for datasets. The second is for streams, of which the first
+# Number of examples that are tokenized. The first number applies to datasets, the second to streams, of which the first
 # examples are used.
 EXAMPLES_TOKENISED, EXAMPLES_OF_STREAM = 64, 32
 CHAT = ("messages", "prompt", "chosen", "conversations")
@@ -82,21 +82,21 @@ CHAT = ("messages", "prompt", "chosen", "conversations")
 
 @dataclass
 class DataReport:
-    """Summary of a sample of the training set as the model sees it.
+    """Summary of a sample of the training set, with the tokens that the model receives.
 
     Attributes:
-        rows_in, rows_out: Number of rows before and after preparation (before packing, if that is known). None for a
-            stream.
+        rows_in, rows_out: Number of rows before and after preparation. If known, ``rows_out`` is the number before
+            packing. None for a stream.
         dropped: Number of dropped rows by reason.
-        sampled: Number of rows, spread over the set, from which the following values are computed.
+        sampled: Number of rows, evenly spaced over the set, from which all following values are computed.
         tokens, trained_tokens: Number of tokens in the sampled sequences, and how many of them contribute to the loss.
         lengths: Sequence length in tokens: min, median, p95, max.
-        packing_fill: Share of ``max_length`` that a packed row fills. None without packing.
-        shown: Decoded sequences as ``[text, trained]`` pieces, one per token.
-        first_trained, last_trained: Most frequent first and last tokens of the part that contributes to the loss, with
-            their counts.
-        equal_pairs: Number of pairs whose two answers have the same tokens.
-        labels: Number of rows by label (unpaired preferences).
+        packing_fill: Number of tokens of a packed row as a fraction of ``max_length``. None without packing.
+        shown: Decoded sequences as lists of ``[text, trained]``, one per token.
+        first_trained, last_trained: Most frequent first tokens and last tokens of the parts that contribute to the
+            loss, with their counts.
+        equal_pairs: Number of pairs whose chosen and rejected answers have the same tokens.
+        labels: Number of rows by label, for unpaired preferences.
         findings: Findings about the rows and the chat template.
     """
 
@@ -117,7 +117,7 @@ class DataReport:
 
     @property
     def trained_share(self) -> float:
-        """Number of trained tokens divided by the number of tokens."""
+        """Number of tokens that contribute to the loss, divided by the number of all tokens."""
         return self.trained_tokens / max(self.tokens, 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,10 +146,11 @@ class DataReport:
 
 @contextmanager
 def warnings_are_errors(strict: bool) -> Iterator[None]:
-    """With ``strict``, collect warnings that are logged while data is prepared and raise them as one error at the end.
+    """Collect the warnings that are logged while data is prepared. With ``strict``, raise them as one error at the end
+    of the context.
 
     Raises:
-        DataError: There were warnings; the message lists all of them.
+        DataError: ``strict`` is set and there were warnings. The message lists all of them.
     """
     told = BufferingHandler(sys.maxsize)
     told.setLevel(logging.WARNING)
@@ -164,8 +165,8 @@ def warnings_are_errors(strict: bool) -> Iterator[None]:
 
 
 class DatasetHead:
-    """Rows that are checked before training. They are read and tokenized once, for the checks, the report and
-    ``strict_data``.
+    """Training rows that are checked before training. They are read and tokenized only once, for the checks, for the
+    report and for ``strict_data``.
 
     Args:
         raw: Training set as it was passed to the trainer.
@@ -173,8 +174,8 @@ class DatasetHead:
         rows_of: Function that converts prepared examples to rows.
         tokenizer: Tokenizer of the run.
         args: The trainer's config: ``max_length``, ``strict_data``.
-        fills_prompts: Whether environments write the prompts. Rows with an empty prompt are then left out.
-        id_columns: The field ``id_columns`` of the method's traits.
+        fills_prompts: Whether environments write the prompts. Rows with an empty prompt are then excluded.
+        id_columns: Field ``id_columns`` of the method's `Traits`.
     """
 
     def __init__(
@@ -195,8 +196,8 @@ class DatasetHead:
 
     @cached_property
     def examples(self) -> list[dict[str, Any]]:
-        """Prepared examples spread over the set, or the first ones of a stream. Rows whose prompt is written by an
-        environment are excluded.
+        """Prepared examples, evenly spaced over the set, or the first examples of a stream. Rows whose prompt an
+        environment writes are excluded.
         """
         if self.streams:
             chosen = islice(self.prepared, EXAMPLES_OF_STREAM)
@@ -208,20 +209,21 @@ class DatasetHead:
 
     @cached_property
     def sample(self) -> RowSample:
-        """Rows created from `examples`, with the findings of the row checks."""
+        """Rows that were made from `examples`, with the findings of the row checks."""
         return RowSample(self.rows_of(self.examples), self.tokenizer, self.limit)
 
     @cached_property
     def template_findings(self) -> list[Finding]:
-        """Findings about the chat template on the first raw rows."""
+        """Findings about the chat template, from the first raw rows."""
         return template_findings(self.raw, self.tokenizer, self.id_columns)
 
     def report(self, prepared_by: Any = None, ignored_codes: frozenset[str] = frozenset()) -> DataReport:
         """Return the summary of the training set.
 
         Args:
-            prepared_by: Counts reported by the preparation (``rows_out``, ``dropped``). None if it reported none.
-            ignored_codes: Codes of findings that do not apply to these rows.
+            prepared_by: Counts from the preparation of the set (``rows_out``, ``dropped``). None: the preparation did
+                not count.
+            ignored_codes: Codes of findings that do not apply to the rows of this method.
 
         Raises:
             DataError: ``strict_data`` is set and there are warnings.
@@ -243,17 +245,17 @@ class DatasetHead:
 
 
 class DataReportCallback(transformers.TrainerCallback):
-    """Logs the data report when training begins, and writes it to ``data_report.json`` in the run's folder.
+    """Logs the data report at the start of training, and writes it to ``data_report.json`` in the run's folder.
 
     Args:
-        report: Function that returns the report, see `PostTrainer.data_report`.
+        report: Function that returns the report; see `PostTrainer.data_report`.
     """
 
     def __init__(self, report: Callable[[], DataReport]) -> None:
         self.report = report
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Log the report on the main process. It never stops a run, except with ``strict_data``."""
+        """Log the report on the main process. An error in the report does not stop the run, except with ``strict_data``."""
         if not state.is_world_process_zero:
             return
         try:
@@ -273,7 +275,9 @@ class DataReportCallback(transformers.TrainerCallback):
 def prompt_rows(
     examples: list[dict[str, Any]], tokenizer: Tokenizer, args: PostTrainingConfig, id_columns: Collection[str] = ()
 ) -> list[Row]:
-    """Return rows with only a prompt, for methods that generate completions later; see ``id_columns`` of `Traits`."""
+    """Return rows with prompts but without completions, for methods that generate completions later. ``id_columns`` is
+    a field of `Traits`.
+    """
     if examples and "input_ids" in id_columns and "input_ids" in examples[0]:
         return [Row(list(example["input_ids"]), [], []) for example in examples]
     kwargs = args.chat_template_kwargs or {}
@@ -282,10 +286,10 @@ def prompt_rows(
 
 
 def refuse_data(said: Sequence[str]) -> None:
-    """Raise the collected warnings as one error, for ``strict_data``.
+    """Raise the collected warnings as one error, as ``strict_data`` requires.
 
     Raises:
-        DataError: Always; the message lists all warnings.
+        DataError: Always. The message lists all warnings.
     """
     listed = "".join(f"\n- {text}" for text in said)
     raise DataError(
@@ -295,7 +299,7 @@ def refuse_data(said: Sequence[str]) -> None:
 
 
 def template_findings(raw: object, tokenizer: Tokenizer, id_columns: Collection[str] = TOKENIZED) -> list[Finding]:
-    """Check the chat template on the first rows of a conversational set. Empty for other sets and for token ids."""
+    """Check the chat template with the first rows of a conversational set. For other sets, there are no findings."""
     if not tokenizer.chat_template or raw is None:
         return []
     columns = get_dataset_column_names(raw)
@@ -306,7 +310,7 @@ def template_findings(raw: object, tokenizer: Tokenizer, id_columns: Collection[
         return []
     try:
         return list(check_template(tokenizer, rows, limit=TEMPLATE_ROWS).findings)
-    # Skip rows that the template rejects, because they were already reported when rows were prepared.
+    # Ignore rows that the template rejects. They were already reported when the rows were prepared.
     except PosttrainError:
         return []
 
@@ -343,7 +347,7 @@ SHOWN_SEQUENCES, LONGEST = 6, 2000  # Number of sequences that are written, and 
 
 
 def describe_batches(batches: Sequence[Batch], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the content of a run's ``data.json``.
+    """Return the data of a training step that is written to the run's ``data.json``.
 
     Args:
         batches: Batches of this rank in one optimizer step.
@@ -390,8 +394,8 @@ def _shown(sequence: TokenSequence, row: Row, tokenizer: Tokenizer) -> dict[str,
 # Rows that cannot be used for training ------------------------------------------------------------------------------
 
 ROWS_NAMED = 5  # Maximum number of row numbers that a message lists.
-# Maximum number of rows that are read completely, for a dataset and for a stream. In further rows of a dataset, Arrow only
-# counts missing and empty values.
+# Maximum number of rows that are read completely, for a dataset and for a stream. For further rows of a dataset, Arrow counts
+# only missing and empty values.
 ROWS_READ_WHOLE, READ_OF_STREAM = (
     1000,
     256,
@@ -399,12 +403,12 @@ ROWS_READ_WHOLE, READ_OF_STREAM = (
 ARROW_BATCH = 20_000
 PAIRS_COMPARED = 100_000  # Maximum number of pairs that are compared with each other.
 EXCERPT = 200
-# Columns with common names, which datasets of other tasks may use for other content.
+# Columns with common names. Datasets for other tasks may use them for other content.
 JUDGED = frozenset(("label", "reference"))
 
 
 def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
-    """Return the codes that `usable_rows` checks for in this dataset."""
+    """Return the codes of the checks that `usable_rows` runs on this dataset."""
     pairs = not isinstance(dataset, datasets.IterableDataset) and _is_pairs(get_dataset_column_names(dataset))
     return (*ROW_CODES, *(PAIR_TEXT_CODES if pairs else ()))
 
@@ -412,17 +416,17 @@ def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
 def usable_rows(
     dataset: AnyDataset, args: PostTrainingConfig, method: Method[Any], *, main: bool, filled: bool = False
 ) -> tuple[Any, list[Finding]]:
-    """Return the rows that can be used for training, and findings about the remaining rows.
+    """Return the rows that can be used for training, and findings about the rows that cannot.
 
     Args:
         dataset: Dataset that was passed to the trainer.
-        args: ``bad_rows``, ``bad_rows_max``, ``preflight``, ``output_dir``.
+        args: Config with ``bad_rows``, ``bad_rows_max``, ``preflight`` and ``output_dir``.
         method: Method that trains on the rows.
         main: Whether this process writes files.
-        filled: Whether an environment fills empty prompts.
+        filled: Whether an environment writes the prompts of rows whose prompt is empty.
 
     Returns:
-        The dataset, without bad rows if ``bad_rows="drop"``; and the findings, equal on every rank.
+        The dataset (without bad rows if ``bad_rows="drop"``), and the findings, which are equal on every rank.
     """
     drop = args.bad_rows == "drop"
     if args.preflight == "off" and not drop:
@@ -472,10 +476,12 @@ def _read(rows: Any, columns: Sequence[str], filled: bool) -> tuple[dict[int, st
 
 
 def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, str]:
-    """Find missing values and empty lists with Arrow, without reading rows."""
+    """Return the rows with missing values or empty lists, each with the reason. Arrow finds them without reading rows
+    into Python.
+    """
     reasons: dict[int, str] = {}
     pair = _is_pairs(columns)
-    # If columns are alternatives, a row needs only one of them.
+    # If several columns are alternatives to each other, a row needs only one of them.
     several = len(columns) > 1 and bool(set(columns) & set(WHOLE))
     for name in columns:
         if name == "prompt" and pair:
@@ -522,10 +528,10 @@ def _write_suspects(dataset: datasets.Dataset, scan: PairScan, folder: str | Non
 
 
 def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -> list[Finding]:
-    """Return the finding about rows that cannot be used for training. The finding is an error unless the rows were dropped.
+    """Return the finding about rows that cannot be used for training. It is an error, unless the rows were dropped.
 
     Args:
-        reasons: Reason by row number.
+        reasons: Maps the number of each row to the reason.
         total: Number of rows that were read.
         dropped: Whether the rows were dropped.
     """
@@ -538,8 +544,8 @@ def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -
 
 
 def doubtful_rows(reasons: Mapping[int, str], total: int) -> list[Finding]:
-    """Return the warning about rows that can be used for training but teach the model nothing. The arguments are the
-    same as in `bad_rows`.
+    """Return the warning about rows from which the model learns nothing, although they can be used. The arguments are
+    those of `bad_rows`.
     """
     why = (
         "a conversation without an answer, a blank answer or two equal answers teach the model nothing, or teach it "
@@ -552,8 +558,8 @@ def doubtful_rows(reasons: Mapping[int, str], total: int) -> list[Finding]:
 def _about(
     code: str, severity: Severity, reasons: Mapping[int, str], total: int, verb: str, why: str, fix: str
 ) -> list[Finding]:
-    """Return a finding about rows, with the count of each reason and the first row numbers. Empty if there are no such
-    rows.
+    """Return a finding about rows. It contains the count of each reason and the first row numbers. The list is empty if
+    there are no such rows.
     """
     if not reasons:
         return []
@@ -570,7 +576,7 @@ def too_many(dropped: int, total: int, *, most: float) -> Finding | None:
     Args:
         dropped: Number of rows that would be dropped.
         total: Number of all rows.
-        most: Maximum share of dropped rows (``bad_rows_max``).
+        most: Maximum fraction of rows that may be dropped (``bad_rows_max``).
     """
     if dropped <= most * total:
         return None

@@ -1,5 +1,5 @@
-"""A trial step with the longest rows before step 0. It shows whether the run fits in memory, and can choose the batch
-size.
+"""A trial step with the longest rows before training. It tests whether the run fits into memory, and can choose the
+batch size.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DryStep:
-    """Memory and time of a step at the maximum lengths.
+    """Memory and time of a trial step at the maximum lengths.
 
     Attributes:
         peak: Peak memory of the process in bytes.
-        needed: Peak memory including the optimizer states, which the first update will create.
+        needed: Peak memory including the optimizer states, which exist only after the first update.
         tokens: Number of tokens of the largest pass.
         seconds: Duration of that pass.
-        failed: Whether the step ran out of memory.
+        failed: Whether the device ran out of memory in the step.
     """
 
     peak: int
@@ -68,14 +68,14 @@ class DryStep:
 def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
     """Choose the batch size if ``per_device_train_batch_size='auto'``, and run a dry step if ``dry_step`` is set.
 
-    A dry step is the default on a GPU. It takes as long as one training step, and shows before training whether the run
-    would run out of memory. It is off by default on a CPU, where a step is slow and the system kills a process that
-    runs out of memory. During training `MemoryProfile` reports the memory.
+    On a GPU, a dry step is the default. It takes as long as one training step, and shows before training whether the
+    run would run out of memory. On a CPU, it is off by default: a step is slow, and the operating system kills a
+    process that runs out of memory. During training, `MemoryProfile` logs the memory.
 
     Args:
         run: Run before its first step.
-        head: Head of the training set.
-        optimizer: None before it is created.
+        head: Sampled rows of the training set.
+        optimizer: Optimizer of the run. None: it has not been created.
     """
     if parallel.is_prepared_late(run.accelerator):
         refuse_auto_batch_size(run.args)
@@ -96,7 +96,7 @@ def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | N
 
 
 def refuse_auto_batch_size(args: PostTrainingConfig) -> None:
-    """Raise an error for ``per_device_train_batch_size='auto'`` in a run that shards the model.
+    """Raise an error for ``per_device_train_batch_size='auto'`` if the run shards the model.
 
     Raises:
         ConfigError: The batch size is ``"auto"``.
@@ -111,16 +111,16 @@ def refuse_auto_batch_size(args: PostTrainingConfig) -> None:
 def dry_step(
     run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None, batch_size: int | None = None
 ) -> DryStep:
-    """Run forward and backward on the longest rows, without an update or any lasting effect.
+    """Run forward and backward passes on the longest rows. Nothing is updated, and all state is restored afterwards.
 
-    Gradients, random states, metrics, dropout, training mode and attention implementation are restored, so a dry step
-    does not change the training that follows.
+    Gradients, random states, metrics, dropout, training mode and attention implementation are restored, so that
+    training gives the same result as without a dry step.
 
     Args:
         run: Run before its first step or between steps.
-        head: Head of the training set.
-        optimizer: None before it is created.
-        batch_size: Number of rows. None: ``per_device_train_batch_size``.
+        head: Sampled rows of the training set.
+        optimizer: Optimizer of the run. None: it has not been created.
+        batch_size: Number of rows per micro-batch. None: ``per_device_train_batch_size``.
 
     >>> trainer.dry_step().needed / 2**30  # doctest: +SKIP
     """
@@ -134,7 +134,7 @@ def dry_step(
     with _untouched(run), attention_renamed(run.model, lambda name: name):
         reset_peak(device)
         try:
-            # Run two passes, because the second pass adds to existing gradients and needs more memory.
+            # Run two passes. The second pass needs more memory, because it adds to gradients that already exist.
             for _ in range(2):
                 begin = time.perf_counter()
                 _dry_pass(run, batch)
@@ -151,7 +151,7 @@ def dry_step(
 
 def _dry_pass(run: Run, batch: Batch) -> None:
     args, model = run.args, run.model
-    # Apply autocast here, because the model gets the run's autocast only when training prepares it.
+    # Enable autocast here. The model itself gets the run's autocast only when training prepares it.
     offloading = get_act_offloading_ctx_manager(model, enabled=args.activation_offloading)
     with run.accelerator.autocast(), offloading:
         settings: dict[str, Any] = {"temperature": run.method.temperature, "chunk_size": args.logits_chunk_size}
@@ -163,7 +163,7 @@ def _dry_pass(run: Run, batch: Batch) -> None:
 
 @contextmanager
 def _untouched(run: Run) -> Iterator[None]:
-    """Restore everything that a pass changes."""
+    """Restore all state that a pass changes at the end of the context."""
     model = run.model
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
@@ -187,8 +187,8 @@ def _untouched(run: Run) -> Iterator[None]:
 
 
 def _recompute(run: Run) -> list[tuple[Any, bool]]:
-    """Enable gradient checkpointing as `transformers.Trainer` does when training begins. Return the previous value of
-    each layer.
+    """Enable gradient checkpointing as `transformers.Trainer` does at the start of training. Return each changed layer
+    with its previous value.
     """
     args, inner = run.args, causal_lm(run.model)
     layers = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing")]
@@ -219,7 +219,7 @@ def _check_dry(run: Run, step: DryStep) -> None:
 
 
 def largest_pass(run: Run, head: DatasetHead, batch_size: int) -> Batch:
-    """Split a micro-batch of ``batch_size`` rows of maximum length into passes, and return the pass with the most
+    """Split a micro-batch of ``batch_size`` rows of maximum length into forward passes. Return the pass with the most
     tokens.
     """
     batches = run.collate(longest_rows(run, head, batch_size))
@@ -227,17 +227,17 @@ def largest_pass(run: Run, head: DatasetHead, batch_size: int) -> Batch:
 
 
 def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
-    """Return the longest micro-batch that the data can produce.
+    """Return the micro-batch with the largest number of tokens that the data can produce.
 
-    For datasets with answers these are the longest rows of the training set. For online methods they are completions of
-    the longest prompt, each with ``max_completion_length`` random tokens.
+    For datasets with answers, it contains the longest rows of the training set. For online methods, it contains
+    completions of the longest prompt, each with ``max_completion_length`` random tokens.
     """
     rows = head.rows_of(longest_examples(head.prepared, batch_size, head.id_columns))
     if not any(row.completions for row in rows):
         prompt = max(rows, key=lambda row: len(row.prompt_ids), default=Row([0], [], []))
         longest = prompt.prompt_ids or [0]
         length = int(run.method.cfg.max_completion_length)
-        # Sample random completions from tokens of the prompt, which cannot be image placeholders if the prompt has no image.
+        # Sample the completions from tokens of the prompt. If the prompt has no image, these cannot be image placeholders.
         draw, words = random.Random(0), [int(run.pad_token_id)] if any(prompt.pictures) else longest
         counts = checks.group_sizes(run.args, batch_size)
         drawn = [[draw.choices(words, k=length) for _ in range(n)] for n in counts]
@@ -248,9 +248,10 @@ def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
 
 
 def batch_sizes(args: PostTrainingConfig) -> list[int]:
-    """Return the batch sizes that keep the effective batch size, and the generation batch size if there is one.
+    """Return the batch sizes with which the effective batch size, and the generation batch size if there is one, can be
+    kept.
 
-    Sizes below the config's ``least_batch_size`` are excluded.
+    Sizes below ``least_batch_size`` of the config are excluded.
     """
     batch, steps = int(args.per_device_train_batch_size), args.steps_per_generation
     sizes = checks.batch_sizes(batch, int(args.gradient_accumulation_steps))
@@ -260,7 +261,7 @@ def batch_sizes(args: PostTrainingConfig) -> list[int]:
 def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
     """Find the largest of `batch_sizes` that fits into memory, by binary search.
 
-    Each candidate runs one step on rows of maximum length. All ranks use the smallest result.
+    For each candidate, one step on rows of maximum length is run. All ranks use the smallest result of all ranks.
     """
     if run.method.traits.single_pass:
         raise ConfigError(
@@ -279,7 +280,7 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
             )
         return not tried[shape].failed and tried[shape].needed <= limit
 
-    # Use bisection, because a larger micro-batch never needs less memory than a smaller one.
+    # Bisection is valid here, because a larger micro-batch never needs less memory than a smaller one.
     count = bisect.bisect_left(sizes, True, lo=1, key=lambda size: not fits(size)) if fits(sizes[0]) else 0
     size = min(parallel.all_gather_objects([sizes[count - 1] if count else 0], run.accelerator))
     if size == 0:
@@ -298,8 +299,8 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
 
 
 def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> DryStep | None:
-    """Predict, from the memory of smaller passes, the memory of a step that would far exceed the limit. On a CPU the
-    system would kill the process if it ran such a step.
+    """Extrapolate the memory of a step from smaller passes. Return the result only if it is far above the limit. On a
+    CPU, the operating system would kill the process if such a step were run.
     """
     last = max((step for step in tried if not step.failed), key=lambda step: step.tokens, default=None)
     if last is None:
@@ -310,7 +311,7 @@ def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> D
 
 
 def _kind(device: torch.device) -> str:
-    # Use "cuda" even on a CPU, because fork_rng saves the CPU's random state in any case.
+    # fork_rng always saves the CPU's random state, and needs a device type in addition. On a CPU, "cuda" has no effect.
     return "cuda" if device.type == "cpu" else device.type
 
 

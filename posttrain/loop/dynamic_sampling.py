@@ -1,4 +1,4 @@
-"""Replacement of groups whose rewards are all equal by groups of new prompts (DAPO's dynamic sampling)."""
+"""DAPO's dynamic sampling: groups whose rewards are all equal are replaced with groups of new prompts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class DynamicSampler:
-    """Replaces groups without reward variance by groups of new prompts, for a limited number of rounds.
+    """Replaces groups whose rewards are all equal with groups of new prompts. The number of sampling rounds is limited.
 
     Args:
-        rounds: Maximum number of rounds for one rollout batch.
-        group_size: Completions per prompt, G.
-        prompts: New prompts, in a separate order from training.
+        rounds: Maximum number of additional sampling rounds for one rollout batch.
+        group_size: Number of completions per prompt G.
+        prompts: Source of new prompts. Their order is independent of the order in training.
         accelerator: Accelerator of the run.
-        rewards: Reward functions. Only `RewardRunner.transformed` is called.
-        sample: Maps dataset rows, each repeated G times, to completions of this rank and rewards of all ranks. It is a
-            collective operation.
-        flat: Maps the rewards of all ranks to a bool tensor ``(n / G,)``: True for groups that do not contribute to the
-            loss.
+        rewards: Reward functions, of which only `RewardRunner.transformed` is called.
+        sample: Function that maps dataset rows, each repeated G times, to completions of this rank and rewards of all
+            ranks. It is a collective operation.
+        flat: Function that maps the rewards of all ranks to a bool tensor ``(n / G,)``, which is True for groups that
+            do not contribute to the loss.
 
     Reference: DAPO, arXiv:2503.14476, section 3.2.
     """
@@ -53,18 +53,18 @@ class DynamicSampler:
         self.sample, self.flat = sample, flat
 
     def replace(self, batch: RolloutBatch, table: RewardTable) -> tuple[RolloutBatch, RewardTable, dict[str, Metric]]:
-        """Replace groups whose rewards are all equal. Each round samples one new prompt per group that must be
-        replaced, and uses the new groups whose rewards differ.
+        """Replace groups whose rewards are all equal. Each round samples one new prompt for each group that must be
+        replaced. Of the new groups, those whose rewards differ are used.
 
-        Every rank computes the same plan from the gathered rewards, generates the same number of whole groups, and
-        calls each collective equally often.
+        All ranks compute the same plan from the rewards of all ranks. They generate the same number of whole groups and
+        call each collective operation equally often.
 
         Args:
-            batch: Batch of this rank.
-            table: Rewards of all ranks.
+            batch: Completions of this rank.
+            table: Rewards of the completions of all ranks.
 
         Returns:
-            The batch and the table with the new groups, and metrics.
+            The batch and the table with the replaced groups, and metrics.
         """
         places = self.flat(table).nonzero().flatten().tolist()
         flat, drawn, tokens, rounds, accepted = len(places), 0, 0, 0, 0
@@ -78,7 +78,7 @@ class DynamicSampler:
             accepted += len(usable)
             batch, table = self._put(batch, table, fresh, judged, list(zip(places, usable, strict=False)))
             places = places[len(usable) :]
-        # Transform the rewards again, because a transform may depend on all rewards of the batch.
+        # Transform the rewards again, because a transformation may depend on all rewards of the batch.
         if accepted and table.raw is not None:
             values = self.rewards.transformed(table.raw, torch.arange(len(table.raw)) // size)
             table = dataclasses.replace(table, values=values)
@@ -95,7 +95,7 @@ class DynamicSampler:
         return batch, table, metrics
 
     def _sample_groups(self, count: int) -> tuple[RolloutBatch, RewardTable]:
-        """Sample at least ``count`` new groups over all ranks, the same number of whole groups on each."""
+        """Sample at least ``count`` new groups over all ranks. Each rank samples the same number of whole groups."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         each = -(-count // world)
         rows = self.prompts.take(each * world)[rank * each : (rank + 1) * each]
@@ -109,7 +109,7 @@ class DynamicSampler:
         judged: RewardTable,
         pairs: list[tuple[int, int]],
     ) -> tuple[RolloutBatch, RewardTable]:
-        """For every pair ``(a, b)``, replace group ``a`` by the new group ``b``. Both may be on any rank."""
+        """Replace group ``a`` with the new group ``b`` for every pair ``(a, b)``. Both groups may be on any rank."""
         if self.accelerator.num_processes > 1 and batch.environments is not None:
             raise ConfigError("dynamic_sampling cannot move environments to another process. Set dynamic_sampling=0.")
         size = self.group_size
@@ -144,7 +144,7 @@ class DynamicSampler:
 
 
 def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str], list[Any]]:
-    """Collect all lists with one entry per completion of this rank, keyed by their location."""
+    """Collect all lists that have one entry per completion of this rank. The keys describe where each list is stored."""
     lists: dict[tuple[str, str], list[Any]] = {
         ("", field.name): value
         for field in dataclasses.fields(generation)
@@ -156,5 +156,5 @@ def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str]
 
 
 def _take(generation: RolloutBatch, table: RewardTable, index: int) -> dict[tuple[str, str], Any]:
-    """Return the entries of one completion of this rank from each list."""
+    """Return the entries that belong to one completion of this rank, one from each list."""
     return {key: values[index] for key, values in _lists(generation, table).items()}

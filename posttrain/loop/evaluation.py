@@ -1,4 +1,4 @@
-"""Evaluation for all trainers: a loss that does not depend on the batch size, and predictions if requested."""
+"""Evaluation for all trainers. It computes a loss that does not depend on the batch size, and predictions if requested."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from posttrain.types import AnyDataset
 
 IGNORED = -100
-OWN = "own"  # Name of the count by which the user's own loss is divided.
+OWN = "own"  # Name of the count by which the loss is divided if the user defines the loss.
 
 
 def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
-    """Run the model's own forward on padded rows and return full logits and labels. This is slow, and only for user
-    functions that need logits.
+    """Run the model's own forward method on padded rows, and return full logits and labels. It is slow and only used
+    for functions of the user that need logits.
 
     Returns:
-        The model's output with ``logits (B, T, V)``, and ``labels (B, T)`` with -100 for tokens without loss.
+        The model's output with ``logits (B, T, V)``, and the labels ``(B, T)``, which are -100 for tokens without loss.
     """
     assert batch.one_sequence_a_row, "full logits need one sequence per row"
     output = model(input_ids=batch.input_ids, attention_mask=batch.real.long(), use_cache=False)
@@ -48,8 +48,8 @@ def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
 
 @torch.no_grad()
 def predicted_metrics(logits: torch.Tensor, labels: torch.Tensor, chunk: int = 256) -> dict[str, Metric]:
-    """Compute entropy (nats) and accuracy of trained tokens from logits ``(B, T, V)`` and labels ``(B, T)``, which are
-    -100 for other tokens.
+    """Compute the mean entropy (in nats) and the accuracy of tokens with loss. Inputs are logits ``(B, T, V)`` and
+    labels ``(B, T)``, which are -100 for tokens without loss.
     """
     targets = labels[:, 1:]
     kept, targets = logits[:, :-1][targets != -100], targets[targets != -100]
@@ -59,7 +59,7 @@ def predicted_metrics(logits: torch.Tensor, labels: torch.Tensor, chunk: int = 2
 
 @dataclass(slots=True)
 class _Seen:
-    """Data of one batch for the user's ``compute_metrics``: one entry per prediction, and one per sequence."""
+    """Data of one evaluation batch for the user's ``compute_metrics``: one entry per prediction, and one entry per sequence."""
 
     predictions: list[Any] = field(default_factory=list)
     labels: list[np.ndarray] = field(default_factory=list)
@@ -69,7 +69,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums and counts of one evaluation on this rank. The names are equal on all ranks, whatever rows they have."""
+    """Sums and counts of one evaluation on this rank. All ranks have the same names, even if a rank has no rows."""
 
     sums: dict[str, float]
     counts: dict[str, float]
@@ -79,13 +79,13 @@ class _Tally:
 
     @classmethod
     def named(cls, names: Iterable[str]) -> _Tally:
-        """Create an empty tally for a trainer with these `Method.counts`."""
+        """Create sums and counts of 0 for a method whose `Method.counts` have these names."""
         named = [*names, OWN]
         counts = ("token", "sequence", "pass", *named)
         return cls(dict.fromkeys((*sorted(REDUCTIONS), *named), 0.0), dict.fromkeys(counts, 0.0))
 
     def loss(self, accelerator: Accelerator) -> float:
-        """Return the loss over all ranks: each sum divided by its count."""
+        """Return the loss over all ranks, in which each sum is divided by its count."""
         totals = parallel.all_reduce_sum([*self.sums.values(), *self.counts.values()], accelerator)
         sums = dict(zip(self.sums, totals, strict=False))
         counts = dict(zip(self.counts, totals[len(sums) :], strict=True))
@@ -93,15 +93,15 @@ class _Tally:
 
 
 class _Evaluation:
-    """One pass over an evaluation set that computes the loss (divided by the set's own counts), metrics and
+    """One pass over an evaluation set. It computes the loss (divided by the counts of the whole set), metrics and
     predictions.
 
     Args:
         run: Run with the objective and hooks.
         model: Model in evaluation mode.
-        compute_metrics: The user's function.
-        keeps_predictions: Whether to keep predictions even without ``compute_metrics``.
-        after_batch: Called after each batch, on every rank.
+        compute_metrics: Function of the user that computes metrics from predictions.
+        keeps_predictions: Whether predictions are kept even without ``compute_metrics``.
+        after_batch: Function called after each batch, on every rank.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class _Evaluation:
 
     @torch.no_grad()
     def run(self, dataloader: Any) -> float:
-        """Iterate over the set and return the loss over the rows of all ranks."""
+        """Iterate over the set, and return the loss over the rows of all ranks."""
         for inputs, last in _with_last(dataloader):
             batches = self.hooks.eval_batches(self.context, inputs)
             if self.hooks.prepare is not None:
@@ -145,7 +145,9 @@ class _Evaluation:
         return self.tally.loss(self.accelerator)
 
     def num_rows(self, dataloader: Any, answers_per_row: int) -> int:
-        """Return the number of dataset rows over all ranks. For a stream it is computed from the number of sequences."""
+        """Return the number of dataset rows over all ranks. For a stream, it is the number of sequences divided by the
+        sequences per row.
+        """
         dataset = getattr(dataloader, "dataset", None)
         if isinstance(dataset, Sized):
             return len(dataset)  # type: ignore[arg-type]
@@ -153,7 +155,7 @@ class _Evaluation:
         return round(sequences / answers_per_row)
 
     def results(self) -> tuple[Any, Any, dict[str, float]]:
-        """Return predictions, labels (None if not requested) and the user's metrics."""
+        """Return the predictions and labels (None if they were not requested) and the user's metrics."""
         if not self.wanted or (self.by_batch and not self.keeps_predictions):
             return None, None, self.tally.metrics
         prediction = self._shown(self.tally.seen)
@@ -163,11 +165,13 @@ class _Evaluation:
         return prediction.predictions, prediction.label_ids, metrics
 
     def _idle(self, batch: Batch) -> None:
-        """Run a forward pass that only keeps ranks synchronized."""
+        """Run a forward pass whose result is not used. It keeps ranks synchronized if this rank has no batch left."""
         forward(self.model, batch, self.context.method.traits.needs, chunk_size=self.args.logits_chunk_size)
 
     def _sums(self, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
-        """Return the loss of one pass as sums by reduction. The user's own loss may add counts."""
+        """Return the loss of one pass as sums, one per reduction. If the user defines the loss, its divisor is added to
+        ``counts``.
+        """
         if self.hooks.own_loss:
             return _own_loss(self.context, self.model, batch, counts)
         found = self.hooks.loss_of(self.context, self.model, batch, Denominators(1, 1, 1), self.context.now())
@@ -177,7 +181,7 @@ class _Evaluation:
         return _loss_sums(found.terms)
 
     def _add(self, batch: Batch, seen: _Seen) -> None:
-        """Add the loss of one pass to the totals."""
+        """Add the loss sums and the counts of one pass to the totals."""
         counts: dict[str, float] = {"token": batch.num_loss_tokens, "sequence": batch.num_episodes, "pass": 1}
         counts |= self.context.method.counts([batch])
         sums = self._sums(batch, counts)
@@ -189,12 +193,12 @@ class _Evaluation:
         seen.losses += [loss] * batch.num_sequences
 
     def _see(self, batches: list[Batch], seen: _Seen) -> None:
-        """Store the predictions of one evaluation batch, and the ids and losses of its sequences."""
+        """Store the predictions of one evaluation batch, and the token ids and losses of its sequences."""
         pairs = self.hooks.predictions(self.model, batches)
         for _ in range(parallel.equal_passes(len(batches), self.accelerator) - len(batches)):
             self._idle(self.context.spare_batch())
         seen.predictions, seen.labels = [p for p, _ in pairs], [label for _, label in pairs]
-        # Every row gets the mean loss of its batch, as in transformers.
+        # Each row gets the mean loss of its batch, as in transformers.
         average = sum(seen.losses) / max(len(seen.losses), 1)
         seen.losses = [average] * len(pairs)
         inputs = []
@@ -207,14 +211,14 @@ class _Evaluation:
         self.tally.seen.append((place, seen))
 
     def _metrics_of(self, last: bool) -> dict[str, float]:
-        """Call ``compute_metrics`` for ``batch_eval_metrics``, with the last batch of all ranks as tensors. The last
-        call computes the summary.
+        """Call ``compute_metrics`` with the last batch of all ranks as tensors, as ``batch_eval_metrics`` requires.
+        With ``last``, the function computes its summary.
         """
         assert self.compute_metrics is not None
         return self.compute_metrics(self._shown(self.tally.seen[-1:], as_tensors=True), compute_result=last) or {}
 
     def _shown(self, seen: list[tuple[int, _Seen]], *, as_tensors: bool = False) -> EvalPrediction:
-        """Gather the data of all ranks in dataset order. Ranks take turns with batches."""
+        """Gather the data of all ranks in the order of the dataset. Consecutive batches are on consecutive ranks."""
         batches = [
             one for _, one in sorted(parallel.all_gather_objects(seen, self.accelerator), key=lambda item: item[0])
         ]
@@ -247,10 +251,10 @@ def evaluate(
         run: Run with the model, objective and hooks.
         dataloader: Loader of the set, see `evaluation_loader`.
         prefix: Prefix of metric names.
-        compute_metrics: The user's function.
+        compute_metrics: Function of the user that computes metrics from predictions.
         answers: Number of sequences per dataset row.
-        predicts: Whether to return predictions even without ``compute_metrics``.
-        after_batch: Called after each batch, on every rank.
+        predicts: Whether predictions are returned even without ``compute_metrics``.
+        after_batch: Function called after each batch, on every rank.
 
     Returns:
         The result of `transformers.Trainer.evaluation_loop`, and the number of batches.
@@ -262,7 +266,7 @@ def evaluate(
         model = accelerator.prepare_model(model, evaluation_mode=True)
     evaluation = _Evaluation(run, model, compute_metrics, keeps_predictions=predicts, after_batch=after_batch)
     metrics = {"loss": evaluation.run(dataloader)} | run.reduced_metrics("eval")
-    # Number of tokens that were trained on so far. Evaluation does not increase it.
+    # Number of tokens that were used for training so far. Evaluation does not increase it.
     metrics["num_tokens"] = run.progress.counters["num_tokens"]
     metrics = {f"{prefix}_{name}": value for name, value in metrics.items()}
     predictions, labels, own = evaluation.results()
@@ -272,8 +276,8 @@ def evaluate(
 
 
 def _own_loss(run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
-    """Return the user's loss as a sum, treating the pass as one optimizer step. The divisor of that loss is added to
-    ``counts``.
+    """Return the loss that the user's function computes, as a sum. The pass is treated as one optimizer step. The
+    divisor of this loss is added to ``counts``.
     """
     before = run.progress.denominators
     run.progress.reduced_by = None
@@ -297,14 +301,15 @@ def evaluation_loader(
 ) -> DataLoader:
     """Create a loader that assigns every row to exactly one process.
 
-    Accelerate's loaders would repeat rows to fill the last batches, or end earlier on some ranks.
+    Accelerate's loaders would repeat rows to fill the last batches, or end earlier on some ranks than on others.
 
     Args:
         dataset: A `Dataset` or a stream.
         args: The trainer's config, for worker options.
-        shard: Assigns rows to this process.
-        collate: Converts rows to the items of the loader. It gets an empty list if this process has no row of a batch.
-        sampler_fn: Returns the order of a `Dataset`'s rows. None: the order of the dataset.
+        shard: Object that assigns rows to this process.
+        collate: Function that converts rows to the items of the loader. If this process has no row of a batch, it
+            receives an empty list.
+        sampler_fn: Function that returns a sampler for a `Dataset`. None: the rows are in the order of the dataset.
     """
     options: dict[str, Any] = {
         "collate_fn": collate,
@@ -312,8 +317,8 @@ def evaluation_loader(
         "persistent_workers": args.dataloader_persistent_workers,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
         "prefetch_factor": args.dataloader_prefetch_factor,
-        # Use a separate generator. The loader samples a seed in every pass, which would otherwise change the random numbers of
-        # training.
+        # Use a separate random generator. The loader samples a seed in every pass, which would otherwise change the random
+        # numbers of training.
         "generator": torch.Generator(),
     }
     if isinstance(dataset, IterableDataset):
@@ -326,13 +331,14 @@ def evaluation_loader(
 def predicted_rows(
     model: nn.Module, batches: list[Batch], preprocess: Callable[[Any, Tensor], Any] | None
 ) -> list[tuple[Any, np.ndarray]]:
-    """Return one (logits, labels) pair per row of padded batches, without padding, in dataset order.
+    """Return one pair (logits, labels) per row of padded batches. The pairs have no padding and are in the order of the
+    dataset.
 
     Args:
         model: Model in evaluation mode.
         batches: Batches with one sequence per row.
-        preprocess: The user's ``preprocess_logits_for_metrics``. It may return a tensor or a tuple of tensors, with the
-            row as first dimension.
+        preprocess: The user's ``preprocess_logits_for_metrics``. It may return a tensor or a tuple of tensors whose
+            first dimension is the row.
     """
     rows: list[tuple[int, Any, np.ndarray]] = []
     for batch in batches:
@@ -346,7 +352,7 @@ def predicted_rows(
 
 
 def _loss_sums(terms: LossTerms) -> dict[str, float]:
-    """Return the loss sums of a pass, keyed by the name of the count that divides them."""
+    """Return the loss sums of a pass. The key of each sum is the name of the count that divides it."""
     sums: dict[str, float] = {}
     for part in [terms, *terms.extra]:
         key = part.count or part.reduction
@@ -355,8 +361,8 @@ def _loss_sums(terms: LossTerms) -> dict[str, float]:
 
 
 def count_rounds(metrics: dict[str, float], rounds: int) -> None:
-    """Correct steps per second by the actual number of batches. transformers divides the dataset rows by the rows of a
-    batch.
+    """Correct the metric of steps per second, for which transformers divides the number of rows by the batch size. The
+    number of batches that were actually run is used instead.
     """
     for name in metrics:
         if name.endswith("_steps_per_second") and not name.startswith("train_"):
@@ -365,14 +371,14 @@ def count_rounds(metrics: dict[str, float], rounds: int) -> None:
 
 
 def _divisor(reduction: str, counts: Mapping[str, float]) -> str:
-    """Return the name of the count that divides a reduction's sum."""
+    """Return the name of the count by which the sum of a reduction is divided."""
     if reduction == "local_token":
         return "pass"
     return reduction if reduction in counts else "sequence"
 
 
 def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch, and whether it is the last one."""
+    """Yield each batch, and whether it is the last batch."""
     end = object()
     for item, following in itertools.pairwise(itertools.chain(batches, [end])):
         yield item, following is end
@@ -388,7 +394,9 @@ def _of_row(values: Any, row: int, length: int, width: int) -> Any:
 
 
 def _stacked(arrays: list[Any]) -> Any:
-    """Stack arrays whose first dimensions differ, padded with -100. For tuples, stack each position separately."""
+    """Stack arrays whose first dimensions differ, padded with -100. If the items are tuples, the arrays at each index
+    are stacked.
+    """
     if arrays and isinstance(arrays[0], tuple):
         return tuple(_stacked(list(column)) for column in zip(*arrays, strict=True))
     if not arrays or arrays[0].ndim == 0 or len({a.shape for a in arrays}) == 1:
@@ -408,7 +416,7 @@ def check_best_metric(args: PostTrainingConfig, metrics: Mapping[str, float]) ->
     """Raise an error if the evaluation did not return ``metric_for_best_model``.
 
     Raises:
-        ConfigError: The metric is missing. The message lists the most similar metrics.
+        ConfigError: The metric is missing. The message contains the metrics with the most similar names.
     """
     name = args.metric_for_best_model
     full = name and f"eval_{name.removeprefix('eval_')}"

@@ -1,4 +1,4 @@
-"""Memory and speed of a run at a few steps: peak memory, and the share of the device's peak throughput."""
+"""Callback that logs memory and speed at some steps: the peak memory, and the throughput relative to the device's peak."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from posttrain.models.memory import (
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-# Numbers of the first steps that are profiled. Later, every thousandth step is profiled.
+# Steps after which a profile is logged. After the last of them, it is logged every 1,000 steps.
 PROFILED = (3, 50)
 
 
 STEPS_BETWEEN_PROFILES = 1000
 
 
-# Dense bf16 operations per second from the vendors' data sheets, which also list sparse operations with twice these values.
+# Dense bf16 operations per second, from the vendors' data sheets. The sheets also list sparse operations, with twice these
+# values.
 PEAKS = {"H100": 989.5e12, "H200": 989.5e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12}
 
 
@@ -47,7 +48,7 @@ class MemoryProfile(transformers.TrainerCallback):
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        # Time, number of real tokens and number of computed tokens when the first step ended.
+        # Time, number of real tokens and number of computed tokens at the end of the first step.
         self._begun: tuple[float, int, int] | None = None
         self._logs: dict[str, float] = {}
 
@@ -59,7 +60,7 @@ class MemoryProfile(transformers.TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Store the time that sampling took."""
+        """Store the time that was spent on sampling completions."""
         if logs and "step_time" in logs:
             self._logs = dict(logs)
 
@@ -71,7 +72,7 @@ class MemoryProfile(transformers.TrainerCallback):
         optimizer: torch.optim.Optimizer | None = None,
         **_: Any,
     ) -> None:
-        """Log the profile if it is due."""
+        """Log a profile if this is one of the profiled steps."""
         tokens = self.run.progress.tokens_seen
         if self._begun is None:
             self._begun = (time.perf_counter(), *tokens)
@@ -146,7 +147,7 @@ def _logged(seen: checks.Profile) -> dict[str, float]:
 
 
 def _standing(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes that do not depend on the batch: weights, their gradients and optimizer states."""
+    """Return the bytes that do not depend on the batch: weights, gradients and optimizer states."""
     weights = sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters())
     states = getattr(optimizer, "state", {}) or {}
     kept = [v for state in states.values() if isinstance(state, dict) for v in state.values()]

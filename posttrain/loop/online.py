@@ -1,4 +1,4 @@
-"""`OnlineTrainer`, which generates completions during training: prompts, rollouts, rewards, advantages and rows."""
+"""`OnlineTrainer`: the training loop of methods that generate completions, with prompts, rollouts, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ if TYPE_CHECKING:
 
 
 class OnlineTrainer(PostTrainer):
-    """Adds generation, scoring and the buffer of scored rollouts to the training loop.
+    """Trainer for methods that generate completions. It adds generation, scoring and a buffer of scored rollouts to
+    `PostTrainer`.
 
     `posttrain.loop.rollout` creates rollout batches. A subclass may replace three of its functions: `sample` (dataset
     rows to completions), `score` (completions to rewards of all ranks) and `advantages` (rewards to advantages). The
-    window stores the rows of a rollout batch until the model has been trained on them.
+    window stores the rows of a rollout batch until they have been used for training.
 
-    The parts are `prompt_source` (prompts and their order), `sampler` (rows to completions), `weight_sync` (the engine
-    and its weights), `driver` (episodes with tools, environments or a rollout function), `reward_watch` (checks of
-    rewards) and `dynamic_sampler` (replacement of groups whose rewards are all equal).
+    The components are `prompt_source` (prompts and their order), `sampler` (rows to completions), `weight_sync` (the
+    engine and its weights), `driver` (episodes with tools, environments or a rollout function), `reward_watch` (checks
+    of rewards) and `dynamic_sampler` (replacement of groups whose rewards are all equal).
     """
 
     runner_class: ClassVar[type[RewardRunner]] = RewardRunner
@@ -90,8 +91,7 @@ class OnlineTrainer(PostTrainer):
         _, given["harness"], reward_funcs = take_harness(None, harness, reward_funcs)
         given = {name: value for name, value in given.items() if value is not None}
         self.driver = make_driver(self.METHOD.traits, type(self).__name__, args, given)
-        # Images can come from tools and environments. They cannot come from a rollout function, which processes its images
-        # itself.
+        # Tools and environments can return images. A rollout function cannot, because it processes images itself.
         self.harness = None if self.driver is None else self.driver.harness
         calls = self.driver is not None and rollout_func is None and self.harness is None
         self._returns_images = calls and is_processor(kwargs.get("processing_class"))
@@ -124,28 +124,28 @@ class OnlineTrainer(PostTrainer):
         self.resolve()
 
     def reads_images(self) -> tuple[bool, bool]:
-        """Return whether prompts may have images, and whether tools and environments may return images."""
+        """Return whether prompts may contain images, and whether tools and environments may return images."""
         reads = self.method.traits.reads_images and (self.driver is None or self._returns_images)
         return reads, self._returns_images
 
     # Parts -------------------------------------------------------------------------------------------------------
 
     def make_reference(self) -> Reference | None:
-        """Create the frozen reference with the initial weights, if a KL penalty needs it."""
+        """Create the frozen reference model with the initial weights. Return None if there is no KL penalty."""
         needed = self.args.beta or self.args.log_ref_kl
         return Reference(self.model, fresh_adapter=self.fresh_adapter) if needed else None
 
     def make_engine(self, given: RolloutEngine | None) -> Any:
-        """Return the engine object that was passed, or create the one that the config names."""
+        """Return the engine object that the user passed. If there is none, create the engine that the config names."""
         return engine_of(self.run, given, self.rewards, self.engine_on)
 
     def engine_on(self, model: nn.Module) -> Any:
-        """Create the in-process engine that the config names, for a model."""
+        """Create the in-process engine that the config names, on the given model."""
         return training_engine(model, self.args, tokenizer=self.processing_class, pad_token_id=self.pad_token_id)
 
     def make_sampler(self) -> Sampler:
-        """Create the sampler of completions. It uses the engine alone, or also tools, a harness or a rollout
-        function.
+        """Create the object that samples completions: with one engine call per prompt, with tools and environments,
+        with a harness, or with a rollout function.
         """
         single = SingleTurn(self.weight_sync, self.prompt_source, self.processing_class)
         if self.driver is None:
@@ -159,8 +159,8 @@ class OnlineTrainer(PostTrainer):
         return samplers.Tools(self.driver, single, self.stop_ids)
 
     def make_online(self) -> Online:
-        """Create the components for `posttrain.loop.rollout`. Functions that a subclass overrides, or that the user set
-        on this object, replace the defaults.
+        """Create the components of `posttrain.loop.rollout`. A function that a subclass overrides, or that the user
+        assigned to this object, replaces the default.
         """
         own = partial(self._replaced, OnlineTrainer)
         return rollout.online_of(
@@ -180,15 +180,15 @@ class OnlineTrainer(PostTrainer):
         )
 
     def resolve(self) -> None:
-        """Resolve replaced functions as in `PostTrainer`, and the components for `posttrain.loop.rollout`."""
+        """Store functions that were replaced, as in `PostTrainer`, and create the components of `posttrain.loop.rollout`."""
         super().resolve()
         self.run = dataclasses.replace(self.run, online=self.make_online())
         self.progress.truncation = rollout.truncation_of(self.run.online, self.run.online.sampling(self.run))
 
     @functools.cached_property
     def dynamic_sampler(self) -> DynamicSampler:
-        """Sampler of new groups. It is created on first use, because a subclass may choose the training prompts before
-        that.
+        """Sampler of groups that replace others. It is created when it is first used, because a subclass may select the
+        training prompts before.
         """
         args = self.args
         return DynamicSampler(
@@ -206,7 +206,7 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def engine(self) -> Any:
-        """Engine that samples completions. It can be replaced by assignment."""
+        """Engine that samples completions. It can be replaced by assigning another engine."""
         return self.weight_sync.engine
 
     @engine.setter
@@ -221,18 +221,18 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def context(self) -> int | None:
-        """Maximum number of tokens of prompt and completion, for the model and the engine."""
+        """Maximum number of tokens of prompt and completion that both the model and the engine support."""
         return self.weight_sync.context
 
     # Prompts -----------------------------------------------------------------------------------------------------
 
     def make_prompt_source(self) -> PromptSource:
-        """Create the source of prompts."""
+        """Create the object that checks, orders and tokenizes prompts."""
         pictured = self.vision.prompts if self.vision.images else None
         return PromptSource(self.args, self.processing_class, tokenized=pictured, most=self.prompt_limit)
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Check that completions can be generated from all prompts, then test the reward functions on two rows."""
+        """Check that completions can be generated for all prompts. Then test the reward functions on two rows."""
         self.prompt_source = self.make_prompt_source()
         if self.driver is not None:
             train, evaluation = self.prompt_source.for_episodes(self.driver, train, evaluation, self.vision.reader)
@@ -246,16 +246,16 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def may_read_images(self) -> bool:
-        """Whether prompts may have images, read by this trainer, by a rollout function or by an environment."""
+        """Whether prompts may contain images that this trainer, a rollout function or an environment processes."""
         return self.vision.images or not self.can_dry_run
 
     @property
     def can_dry_run(self) -> bool:
-        """Whether reward functions only receive dataset columns, without environments or a rollout function."""
+        """Whether reward functions can be tested before training, because they need only dataset columns and no environment."""
         return self.environments is None and self.rollout_func is None and self.harness is None
 
     def announce(self) -> None:
-        """Log the schedule and the first prompt as the model reads it. Raise an error for prompts that leave no room
+        """Log the schedule and the first prompt as the model receives it. Raise an error if a prompt leaves no space
         for a completion.
         """
         length = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
@@ -266,16 +266,18 @@ class OnlineTrainer(PostTrainer):
             self.prompt_source.check_rows(dataset, name, limit)
 
     def schedule_text(self, prompts: int | None) -> str:
-        """Describe generations and updates in words. ``prompts`` is the length of the training set, or None."""
+        """Describe generations and updates. ``prompts`` is the number of training rows, or None if it is unknown."""
         return describe_schedule(self.args, prompts)
 
     def collator(self) -> Any:
-        """Return a collator that passes dataset rows on unchanged. They become batches after their completions are sampled."""
+        """Return a collator that returns dataset rows unchanged. They become batches after their completions have been
+        sampled.
+        """
         return list
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader with batches of ``per_device_train_batch_size * steps_per_generation`` rows. Every prompt is
-        repeated G times.
+        """Return a loader whose batches contain ``per_device_train_batch_size * steps_per_generation`` rows. Every
+        prompt occurs G times.
         """
         return self._get_dataloader(
             dataset=self.prompt_source.train_rows(self.train_dataset),
@@ -286,8 +288,8 @@ class OnlineTrainer(PostTrainer):
         )
 
     def _get_dataloader(self, dataset: AnyDataset, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        """Create a data loader as the parent does. An evaluation stream is read in the sampler's order and without
-        workers.
+        """Create a data loader like the parent class. An evaluation stream is read without worker processes, in the
+        order of the sampler.
         """
         if is_training or not isinstance(dataset, datasets.IterableDataset):
             return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
@@ -306,7 +308,7 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def eval_group(self) -> int:
-        """Number of completions per prompt in evaluation, which are consecutive rows."""
+        """Number of completions per prompt in evaluation. They are consecutive rows."""
         return self.group_size("eval")
 
     @property
@@ -317,36 +319,36 @@ class OnlineTrainer(PostTrainer):
     # Functions of a rollout batch that a subclass may replace --------------------------------------------------------
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Return one completion per example, see `posttrain.loop.samplers.Sampler.sample`."""
+        """Return one completion per example; see `posttrain.loop.samplers.Sampler.sample`."""
         return self.sampler.sample(examples, settings)
 
     def score(self, rollouts: RolloutBatch, mode: str) -> RewardTable:
-        """Return the rewards of all ranks' completions."""
+        """Return the rewards of the completions of all ranks."""
         return scoring.logged_rewards(self.run, self.rewards, rollouts, mode)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
-        """Compute advantages, see `Method.advantages`. This is the function that subclasses replace most often.
+        """Compute advantages; see `Method.advantages`. Of all functions, subclasses replace this one most often.
 
         Args:
             rollouts: Completions of this rank, with their ``mode`` and ``group_size``.
-            rewards: Rewards of all ranks' completions. Those of this rank begin at ``rewards.start``.
+            rewards: Rewards of the completions of all ranks. The rewards of this rank begin at ``rewards.start``.
             logps: See `posttrain.loop.rollout.measured_logps`.
         """
         return self.method.advantages(rollouts, rewards, logps, self.run.ranks)
 
     @property
     def scores_rewards(self) -> bool:
-        """Whether the rewards of completions are checked."""
+        """Whether the completions have rewards, so that the checks of rewards apply."""
         return True
 
     @functools.cached_property
     def spare_example(self) -> dict[str, Any]:
-        """Example that a rank without examples uses for sampling: the first training row."""
+        """Example with which a rank samples if it has no examples of its own: the first training row."""
         return next(iter(self.train_dataset))
 
     @property
     def prompt_limit(self) -> int | None:
-        """Maximum number of tokens of a prompt. Longer prompts are truncated at the beginning. None: no prompt is
+        """Maximum number of tokens of a prompt. The beginning of a longer prompt is removed. None: prompts are not
         truncated.
         """
         return vars(self.args).get("max_prompt_length")  # Only configs of older releases have this field.
@@ -354,7 +356,7 @@ class OnlineTrainer(PostTrainer):
     # Logs and checks ---------------------------------------------------------------------------------------------
 
     def check_start(self) -> None:
-        """Run the checks of every trainer, then move the reward models to their devices and test them."""
+        """Run the checks of every trainer. Then move the reward models to their devices and test them."""
         super().check_start()
         check_top_k(self.args.top_k or 0, causal_lm(self.model).config.get_text_config().vocab_size)
         self.reward_watch = RewardWatch(
@@ -368,9 +370,9 @@ class OnlineTrainer(PostTrainer):
     # The loop, checkpoints ---------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train. If the rollout servers fail permanently, save a checkpoint before the error ends the run.
+        """Train the model. If the rollout servers fail permanently, save a checkpoint before the error ends the run.
 
-        Environments are always closed at the end. Later evaluations create new ones.
+        All environments are closed at the end. A later evaluation creates new environments.
         """
         try:
             return super().train(*args, **kwargs)
@@ -393,7 +395,9 @@ class OnlineTrainer(PostTrainer):
         self.weight_sync.forget_push()
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the position in the window, and the scored rollouts that were not used for training yet."""
+        """Return the state for a checkpoint: the position in the window, and the scored rollouts that were not used for
+        training yet.
+        """
         state = super().state_to_save() | {"online": self.window.state(), "rewards": self.rewards.transforms_state()}
         if self.args.dynamic_sampling:
             state["fresh_prompts"] = self.dynamic_sampler.prompts.state()

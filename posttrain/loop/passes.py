@@ -1,4 +1,4 @@
-"""Recovery from out-of-memory errors: the step is repeated with smaller passes, which give the same gradient."""
+"""Recovery from out-of-memory errors. The step is repeated with smaller forward passes, which give the same gradient."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from posttrain.types import Batch
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of times that passes are halved in a step. If an eighth of a pass does not fit, a sixteenth will not fit
-# either.
+# Maximum number of times that the passes of a step are halved. If an eighth of a pass does not fit into memory, a sixteenth
+# will not fit either.
 MOST_HALVINGS = 3
 
 
 def divided(run: Run, batches: Sequence[Batch], most_tokens: int) -> list[Batch]:
-    """Split batches until none has more than ``most_tokens`` tokens, including padding.
+    """Split batches until each has at most ``most_tokens`` tokens, including padding.
 
-    A batch is not split if the objective compares its rows, or if its gradient cannot be computed again because there
-    are other processes, or because FSDP or DeepSpeed stores the gradients.
+    A batch is not split if the objective compares its rows. It is also not split if its gradient cannot be computed a
+    second time, because there are other processes or because FSDP or DeepSpeed stores the gradients.
     """
     traits = run.method.traits
     alone = run.accelerator.num_processes == 1 and not parallel.is_prepared_late(run.accelerator)
@@ -44,18 +44,18 @@ def divided(run: Run, batches: Sequence[Batch], most_tokens: int) -> list[Batch]
 def run_again(
     run: Run, model: nn.Module, micro_batches: Sequence[Sequence[Batch]], counts: Denominators, problem: Exception
 ) -> step.Loss:
-    """Compute the gradient of an optimizer step again with smaller passes, after its last micro-batch ran out of
-    memory.
+    """Compute the gradient of an optimizer step again with smaller passes, after the device ran out of memory in its
+    last micro-batch.
 
-    The loss is a sum over completions divided by counts of the whole step, so the sum of the gradients of the smaller
-    passes is the gradient of the step. `Progress.max_tokens` stores the size of passes that fit.
+    The loss is a sum over completions, divided by counts of the whole step. Therefore, the gradients of the smaller
+    passes add up to the gradient of the step. `Progress.max_tokens` stores the pass size that fits.
 
     Args:
         run: Run of the trainer.
-        model: Model, wrapped as in the run. Its gradients are discarded.
-        micro_batches: Micro-batches of the step, up to the one that failed.
+        model: Model, wrapped as in the run. Its current gradients are discarded.
+        micro_batches: Micro-batches of the step, including the one that failed.
         counts: Counts of the whole optimizer step.
-        problem: The error.
+        problem: The out-of-memory error.
 
     Returns:
         The loss of the last micro-batch.
@@ -88,6 +88,6 @@ def run_again(
             ]
             return results[-1]
         except torch.OutOfMemoryError as error:
-            # Drop the traceback, because its frames would keep the activations in memory.
+            # Remove the traceback. Its frames would keep the activations in memory.
             problem = error.with_traceback(None)
     raise problem

@@ -1,4 +1,4 @@
-"""Training on images: options, tokenized rows with images, and everything else that text trainers do not need."""
+"""Training on images: options, tokenized rows with images, and further code that only runs with images need."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROWS_TRIED = 2  # Number of rows whose images are fully decoded at the start.
-# One rollout out of this many is checked: its images must be the same as those of its row.
+ROWS_TRIED = 2  # Number of rows whose images are decoded completely before training, to test them.
+# One of ROLLOUTS_A_COMPARISON rollouts is checked: its images must be those of its dataset row.
 ROLLOUTS_A_COMPARISON = 64
-# Maximum share of rows that may be dropped because they do not fit. A larger share raises an error.
+# Maximum fraction of rows that may be dropped because they are too long. A larger fraction raises an error.
 SHARE_UNFIT = 0.005
 
 NO_BOS = (
@@ -86,7 +86,7 @@ NO_BOS = (
     "Training uses rows without the bos token. Fix: begin the template with {{ bos_token }}."
 )
 NO_IMAGES = "has no effect, because this run reads only text. Fix: remove it"
-# Names of the files that a multimodal checkpoint has in addition to weights and tokenizer files.
+# Names of files that a checkpoint of a multimodal model contains in addition to weights and tokenizer files.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 MAY_LACK = {
     "_raise_exceptions_for_missing_entries": False,
@@ -96,27 +96,27 @@ MAY_LACK = {
 
 
 class Vision:
-    """Adds images to a text trainer: a processor, and images on rows.
+    """Support for images in a trainer. It has the processor and adds images to rows.
 
     Args:
-        args: The trainer's config, a `PictureConfig` if ``takes`` is set.
+        args: The trainer's config. It is a `PictureConfig` if ``takes`` is set.
         processing_class: Argument of the trainer: a tokenizer, a processor or None.
-        model_id: Model path or id, to load its processor.
-        sets: Training and evaluation sets that were passed to the trainer.
-        takes: Whether the method trains on images. If not, this class does nothing.
-        returned: Whether tools or environments may return images. In that case images are supported even if no row has
-            one, as long as a processor was passed.
+        model_id: Path or Hub id of the model, from which its processor is loaded.
+        sets: Training and evaluation sets as the user passed them.
+        takes: Whether the method can be trained on images. If not, this object does nothing.
+        returned: Whether tools or environments may return images. If so, and if a processor was passed, images are
+            supported even if no row has one.
 
     Attributes:
-        images: Whether rows have images, or get them from tools and environments.
+        images: Whether rows contain images, or tools and environments return them.
         processor: Processor of `transformers`. None: the run reads only text.
-        reader: Processor that reads rows. None: rows are text.
-        tokenizer: Tokenizer of the processor, or the one that was given.
+        reader: `PictureProcessor` that converts images and texts to token ids. None: the run has no images.
+        tokenizer: Tokenizer of the processor, or the tokenizer that the user passed.
 
     Raises:
-        DataError: Rows have images, but a tokenizer was given.
+        DataError: Rows contain images, but the user passed a tokenizer instead of a processor.
         ConfigError: ``check_image_use`` is set with tools or environments, ``chat_template_path`` is set with images,
-            or an image option is set for a method that reads only text.
+            or an image option is set for a method that supports only text.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Vision:
     ) -> None:
         self.args, self.takes, self.tokenizer = args, takes, processing_class
         if not takes and isinstance(args, PictureConfig):
-            # Do not check freeze_vision, because it also applies to the vision tower of a run on text.
+            # Do not reject freeze_vision, because it also applies to the vision tower of a model that is trained on text.
             unread = [option for option in fields(PictureConfig) if option.name != "freeze_vision"]
             check_rules(
                 args, [(option.name, getattr(args, option.name) == option.default, NO_IMAGES) for option in unread]
@@ -165,13 +165,13 @@ class Vision:
         if self.processor is not None:
             self.tokenizer = self.processor.tokenizer
             self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
-        # A run on text needs no processor, but it saves the original checkpoint's image settings with the model.
+        # A run on text needs no processor. It is loaded only to save the checkpoint's image settings with the trained model.
         alone = self.processor is None and bool(model_id)
         self._counted: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
-        """Return rows with the images of their examples, one row per example."""
+        """Add the images of each example to its row. There is one row per example."""
         return rows if self.reader is None else place_pictures(rows, examples, self.reader)
 
     def prepare_rows(
@@ -184,24 +184,24 @@ class Vision:
         packs: bool = False,
         **more: Any,
     ) -> tuple[Any, PreparationReport]:
-        """Prepare rows as token ids, with images as encoded bytes or paths. Lengths include image tokens, and no image
-        is decoded.
+        """Tokenize rows. Images are kept as encoded bytes or paths, and are not decoded. Lengths include the tokens of
+        images.
 
         Args:
             dataset: Raw rows with answers, or documents.
             name: Name of the dataset, for messages.
             num_proc: Number of processes.
             keep: Columns to keep.
-            packs: Whether several whole rows are packed into one row of up to ``max_length`` tokens.
-            more: ``branches`` and ``begins`` of `PictureOptions`. The other fields are taken from the run.
+            packs: Whether several rows are later packed, unsplit, into one row of up to ``max_length`` tokens.
+            more: The fields ``branches`` and ``begins`` of `PictureOptions`. Its other fields come from the run.
 
         Returns:
-            The dataset with ``pictures`` and either ``input_ids`` and ``labels``, or ``prompt_ids`` with
-            ``<branch>_ids`` and ``<branch>_mask``; and a report (with counts for map-style datasets).
+            The dataset, and a report (with counts for map-style datasets). The dataset has the column ``pictures`` and
+            either ``input_ids`` and ``labels``, or ``prompt_ids`` with ``<branch>_ids`` and ``<branch>_mask``.
 
         Raises:
-            DataError: A row cannot be read (the message gives number and column), more than 0.5 % of the rows do not
-                fit, or no row remains.
+            DataError: A row cannot be read (the message contains its number and the column), more than 0.5 % of the
+                rows are too long, or no row remains.
         """
         first_row(dataset, name, images=True)
         dataset = undecoded(dataset)
@@ -234,7 +234,7 @@ class Vision:
         return kept, report
 
     def _report_changed(self, mapped: Any, counts: Mapping[str, Any], report: PreparationReport) -> None:
-        """Warn about changed rows, and raise an error if too many rows were dropped."""
+        """Warn about rows that were changed. Raise an error if too many rows were dropped."""
         lost = {reason: count for reason, count in report.dropped.items() if reason in LOST}
         resized, escaped = (int(counts[name].sum()) for name in ("_resized", "_escaped"))
         if resized:
@@ -260,7 +260,7 @@ class Vision:
     # Prompts of online methods ---------------------------------------------------------------------------------------
 
     def prompts(self, examples: Sequence[Mapping[str, Any]]) -> list[Prompt]:
-        """Return prompts as the model reads them, with their images. Consecutive equal prompts are read once.
+        """Return prompts as token ids with images. If consecutive prompts are equal, the prompt is processed once.
 
         Raises:
             DataError: A prompt is not conversational, has more than ``max_images_per_row`` images, or cannot be read.
@@ -269,30 +269,36 @@ class Vision:
         return picture_prompts(self.reader, examples, self.args.chat_template_kwargs or {})
 
     def prompt(self, example: Mapping[str, Any], pictures: Sequence[Picture] | None = None) -> Prompt:
-        """Return one prompt with its images. For an example from `opened`, pass the images that were already read."""
+        """Return one prompt with its images. For an example from `opened`, pass the images that were already read in
+        ``pictures``.
+        """
         assert self.reader is not None
         return picture_prompt(self.reader, example, self.args.chat_template_kwargs or {}, pictures=pictures)
 
     def opened(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return examples for reward functions, with PIL images in columns and messages that are decoded on access.
+        """Return examples for reward functions. Images in columns and messages are PIL images, which are decoded on
+        access.
 
-        Consecutive equal examples share their images.
+        Consecutive equal examples share their image objects.
         """
         return opened(examples) if self.images else examples
 
     def prompt_rows(self, examples: Sequence[Mapping[str, Any]]) -> list[Row]:
-        """Return rows with only a prompt and its images. Empty if rows are text."""
+        """Return rows that contain a prompt with its images and no completion. Return an empty list if the run has no
+        images.
+        """
         if not self.images:
             return []
         return [Row(list(ids), [], [], pictures=[list(ids.pictures)]) for ids in self.prompts(examples)]
 
     def checked_prompts(self, dataset: AnyDataset, name: str) -> Any:
-        """Return a dataset (or several by name, or None) with undecoded images. Only image headers are read, not
-        pixels.
+        """Check the prompts of a dataset (or of several by name). Return it with images that are not decoded. Only the
+        headers of images are read.
 
         Raises:
-            DataError: A row has text that looks like an image placeholder, the number of placeholders and images
-                differs, or an image is remote, broken, has more than 8 bits per channel, or exceeds image_max_tokens.
+            DataError: A row contains text that looks like an image placeholder, the numbers of placeholders and images
+                differ, or an image is remote, cannot be read, has more than 8 bits per channel, or exceeds
+                image_max_tokens.
         """
         if not self.images or dataset is None:
             return dataset
@@ -305,7 +311,8 @@ class Vision:
                 blocks, pictures = conversation_of(row)
                 self.reader.refuse_controls(blocks)
                 read = [self.reader.fitted(read_picture(value, "column 'images'")) for value in pictures]
-                # Load the images of the first rows, because reward functions are called on these rows before training.
+                # Load the images of the first rows completely, because reward functions are tested with these rows before
+                # training.
                 for picture in read if index < ROWS_TRIED else ():
                     picture.load()
             except DataError as error:
@@ -313,10 +320,10 @@ class Vision:
         return dataset
 
     def check_engine(self, engine: Any, rewards: Sequence[Any]) -> Any:
-        """Return the engine after checking that it and the reward functions support the rows' images.
+        """Check that the engine and the reward functions support images if the rows contain images. Return the engine.
 
         Raises:
-            ConfigError: The rows have images, but the engine, a reward model or a judge only supports text.
+            ConfigError: The rows contain images, but the engine, a reward model or a judge supports only text.
         """
         judges = [
             one
@@ -339,7 +346,7 @@ class Vision:
         return engine
 
     def sampling(self, settings: Sampling, model: nn.Module) -> Sampling:
-        """Return sampling settings that never sample image placeholders or markers."""
+        """Return sampling settings with which image placeholders and markers are never sampled."""
         assert self.reader is not None
         vocabulary = model.config.get_text_config().vocab_size
         never = tuple((token, -math.inf) for token in self.reader.never(vocabulary))
@@ -348,14 +355,15 @@ class Vision:
     def look_at(
         self, rollouts: Sequence[Rollout], examples: Sequence[Mapping[str, Any]], model: nn.Module, pad_token_id: int
     ) -> tuple[list[Rollout], set[int], dict[str, Metric]]:
-        """Replace image placeholders by padding if an engine sampled them despite `sampling`. Return the rollouts, the
-        changed indices, and metrics.
+        """Check the rollouts of a generation. If an engine sampled image placeholders despite `sampling`, replace them
+        with padding. Return the rollouts, the indices of changed rollouts, and metrics.
 
-        The metrics are images per row, their tokens, the number of images encoded and reused since the last call, the
-        seconds this took, and the number of masked completions.
+        The metrics are the number of images per row, the number of their tokens, the numbers of images that were
+        encoded and reused since the last call, the time for encoding in seconds, and the number of masked completions.
 
         Raises:
-            ModelError: PT-G015: the images of a rollout are not those of its row. One in 64 rows is compared.
+            ModelError: PT-G015: the images of a rollout are not those of its dataset row. One of 64 rollouts is
+                compared.
         """
         assert self.reader is not None
         for i in range(0, len(rollouts), ROLLOUTS_A_COMPARISON):
@@ -398,13 +406,14 @@ class Vision:
     def control(
         self, examples: list[dict[str, Any]], size: int, roll_out: Callable[..., Any], score: Callable[..., Any]
     ) -> dict[str, Metric]:
-        """Return the mean reward of completions that were sampled with images of other rows, for ``check_image_use``.
+        """Return the mean reward of completions that are sampled with the images of other rows. The option
+        ``check_image_use`` logs it.
 
         Args:
             examples: Groups of ``size`` consecutive examples.
-            size: Number of rows per prompt.
-            roll_out: Maps examples and a mode to rollouts and completions.
-            score: Maps a rollout batch to rewards of all ranks.
+            size: Number of rows (completions) per prompt.
+            roll_out: Function that maps examples and a mode to rollouts and completions.
+            score: Function that maps a rollout batch to the rewards of all ranks.
         """
         if not self.images or not self.args.check_image_use:
             return {}
@@ -414,15 +423,15 @@ class Vision:
         return {"images/exchanged_reward": mean(totals, ~totals.isnan())}
 
     def prepare(self, model: nn.Module, peft_config: PeftConfig | None) -> Any:
-        """Prepare the model for images: let its forward passes contain images, freeze untrained parts, and restrict a new
-        adapter to the text model.
+        """Prepare the model for images. Its forward passes then accept images, parameters that are not trained are
+        frozen, and a new adapter is restricted to the text model.
 
         Args:
-            model: Loaded model, before an adapter is added.
+            model: Loaded model, to which no adapter has been added yet.
             peft_config: Config of a new adapter, or None.
 
         Returns:
-            The adapter's config. Module names that would match the vision tower are replaced by full paths.
+            The adapter's config. Names of target modules that also match the vision tower are replaced by full paths.
         """
         if not self.takes or not has_tower(model):
             return peft_config
@@ -442,18 +451,19 @@ class Vision:
         return peft_config
 
     def show(self, model: str | nn.Module, processor: ProcessorMixin | None = None) -> bool:
-        """Let another model (a teacher or a reference) read the run's images, prepared by that model's own processor.
+        """Prepare another model (a teacher or a reference) for the run's images. The images are preprocessed by that
+        model's processor.
 
         Args:
-            model: Model that reads the policy's ids.
-            processor: Processor of that model. None: the processor is loaded from the model's folder or id; if that
-                fails, the policy's processor is used.
+            model: Model that receives the policy's token ids.
+            processor: Processor of that model. None: it is loaded from the model's folder or Hub id. If that fails, the
+                policy's processor is used.
 
         Returns:
-            Whether it uses the same pixels as the policy.
+            Whether the other model uses the same pixels as the policy.
 
         Raises:
-            ConfigError: Its processor gives an image a different number of tokens.
+            ConfigError: The other model's processor gives an image a different number of tokens than the policy's.
         """
         assert self.reader is not None
         path, own = get_config_model_id(causal_lm(model).config), processor
@@ -470,11 +480,11 @@ class Vision:
         return alike
 
     def check_shards(self, model: nn.Module, accelerator: Accelerator) -> None:
-        """Raise an error if a model that reads images is sharded and some processes may have no image. For DDP, freeze
-        parameters that no loss depends on.
+        """Raise an error if a model with images is sharded, but some processes may have no image in a pass. With DDP,
+        freeze the parameters on which no loss depends.
 
-        DDP waits for a gradient of every trained parameter. Parameters of the vision tower that no loss depends on
-        never have a gradient, so freezing them changes nothing.
+        DDP waits for the gradient of every trained parameter. Parameters of the vision tower on which no loss depends
+        never have a gradient, so freezing them does not change training.
         """
         encoder, inner = picture_encoder(model), causal_lm(model)
         if encoder is not None:
@@ -492,7 +502,7 @@ class Vision:
             )
 
     def save(self, folder: str) -> None:
-        """Save the processor with the model. Its tokenizer is saved separately."""
+        """Save the processor in the model's folder. Its tokenizer is saved separately."""
         if not self.args.should_save:
             return
         if self.processor is not None:
@@ -515,10 +525,11 @@ def _processor_of(processing_class: Tokenizer, model_id: str, *, images: bool) -
 
 
 def _alike(mine: PictureProcessor, theirs: PictureProcessor) -> bool:
-    """Return whether two processors convert images of three sizes to the same tensors.
+    """Return whether two processors convert test images of three sizes to the same tensors.
 
     Raises:
-        ConfigError: They give an image different numbers of tokens, so the two models could not read the same ids.
+        ConfigError: The processors give an image different numbers of tokens, so the two models cannot use the same
+            token ids.
     """
     for picture in (shaded(LARGE), mine.shaded((112, 56)), mine.shaded((56, 112))):
         one, other = mine.expansion(picture), theirs.expansion(picture)

@@ -1,7 +1,8 @@
-"""Cached log-probs of a frozen reference. Each is computed once and stored under a hash of everything it depends on.
+"""Cached log-probs of a frozen reference model. They are computed once and stored under a hash of everything they
+depend on.
 
-They are computed either before training and stored in a file for later runs, or when a row is first seen, for later
-epochs and evaluations.
+With ``precompute_ref_log_probs``, they are computed before training and stored in a file for later runs. Otherwise,
+they are computed when a row is first used, and cached for later epochs and evaluations.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # Version of the cache. It is incremented if the same inputs would give different values.
-LOCK_WAIT = 30 * 60  # Maximum number of seconds to wait for another run that computes the same values.
+FORMAT = 1  # Version of the cache format. It is increased when the same inputs give different values.
+LOCK_WAIT = 30 * 60  # Maximum number of seconds to wait for another run that is computing the same values.
 
 
 def precomputed_logps(
@@ -59,15 +60,16 @@ def precomputed_logps(
     name: str,
     batches_of: Callable[[list[dict[str, Any]]], list[Batch]],
 ) -> Any:
-    """Add one column per branch with the summed reference log-probs. Existing columns are kept.
+    """Add one column per branch with the sum of reference log-probs of each answer. Columns that already exist are
+    kept.
 
     Args:
         run: Run with the layout, precision and model.
         dataset: A prepared ``Dataset``.
         reference: Reference model. None: the policy in its current state.
-        columns: Column names, one per branch.
+        columns: Names of the columns, one per branch.
         name: Name of the dataset, for messages.
-        batches_of: Converts examples to batches, with ``len(columns)`` sequences per example.
+        batches_of: Function that converts examples to batches, with ``len(columns)`` sequences per example.
 
     Raises:
         ConfigError: The dataset is a stream.
@@ -96,7 +98,7 @@ def precomputed_logps(
 
 @contextmanager
 def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Let one of several runs compute the values. A run that waits too long computes the values itself."""
+    """Acquire a lock, so that only one of several runs computes the values. After a timeout, this run computes them itself."""
     if not accelerator.is_main_process:
         yield
         return
@@ -117,8 +119,8 @@ def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def _kept(path: Path, shape: tuple[int, int], accelerator: Accelerator) -> np.ndarray | None:
-    """Return the cached values on all ranks, or None on all ranks. Only the main process reads them, because disks may not be
-    shared.
+    """Return the cached values on all ranks, or None on all ranks. Only the main process reads the file, because ranks
+    may not share a disk.
     """
     cached = None
     if accelerator.is_main_process and path.is_file():
@@ -131,13 +133,13 @@ def _kept(path: Path, shape: tuple[int, int], accelerator: Accelerator) -> np.nd
 
 
 def _keep(path: Path, values: np.ndarray) -> None:
-    """Write to a temporary name, then rename, so that readers never see a partial file."""
+    """Write the file under a temporary name and rename it, so that other processes never read a partial file."""
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         with part.open("wb") as file:
             np.save(file, values)
         os.replace(part, path)
-    # Log a warning only: this run has the values in memory, and only the next run has to compute them again.
+    # Only log a warning. This run has the values in memory, and the next run will compute them again.
     except OSError as error:
         logger.warning(
             "%s could not be written (%s). The run continues without this cache file.", path, error.strerror or error
@@ -146,7 +148,7 @@ def _keep(path: Path, values: np.ndarray) -> None:
 
 
 def _cache(run: Run, dataset: datasets.Dataset, reference: Reference | None, columns: Sequence[str]) -> Path:
-    """Return the path of the cache file, named by a hash of everything that affects the values."""
+    """Return the path of the cache file. Its name is a hash of everything on which the values depend."""
     model = run.model if reference is None or reference.copy is None else reference.copy
     adapter = None if reference is None else ("disabled" if reference.adapter is None else reference.adapter)
     key = {
@@ -174,11 +176,11 @@ def _compute(
     branches: int,
     batches_of: Callable[[list[dict[str, Any]]], list[Batch]],
 ) -> np.ndarray:
-    """Compute the reference's log-prob of each answer, ``(rows, answers per row)``. Each rank computes a part of the rows."""
+    """Compute the reference log-prob of each answer, ``(rows, answers per row)``. The rows are divided between the ranks."""
     accelerator, args = run.accelerator, run.args
     size = args.precompute_ref_batch_size or args.per_device_train_batch_size
     mine = list(range(accelerator.process_index, len(dataset), accelerator.num_processes))
-    # Run the same number of steps on all ranks, because a forward pass may be a collective operation.
+    # All ranks must run the same number of steps, because a forward pass may be a collective operation.
     steps = -(-len(dataset) // (size * accelerator.num_processes))
     sums: list[tuple[int, list[float]]] = []
     for step in range(steps):
@@ -202,9 +204,10 @@ def _compute(
 
 
 def row_names(batch: Batch) -> list[bytes]:
-    """Return one key per row, in the order of ``batch.origin``: a hash of its ids, masks and images.
+    """Return one cache key per row, in the order of ``batch.origin``. A key is a hash of the row's ids, masks and
+    images.
 
-    Empty if the log-probs depend on other inputs, or the rows already contain them.
+    The list is empty if the log-probs depend on further inputs, or if the rows already contain them.
     """
     if batch.model_kwargs or "ref_logps" in batch.columns:
         return []
@@ -213,12 +216,13 @@ def row_names(batch: Batch) -> list[bytes]:
 
 
 def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
-    """Return the batch with ``ref_logp`` and its sums, from the reference in eval mode and under the training precision.
+    """Return the batch with the reference log-probs ``ref_logp`` and their sums. The reference runs in eval mode and
+    with the precision of training.
 
     Args:
         run: Run of a method that compares the policy with a reference.
-        batch: One forward pass. Reference sums that its rows already contain are kept.
-        own: Whether to use the policy before its first update as the reference if the run has no reference model.
+        batch: Batch of one forward pass. If its rows already contain reference sums, these are kept.
+        own: Whether the policy before its first update is the reference if the run has no reference model.
     """
     if "ref_logps" in batch.columns or (run.reference is None and (not own or run.progress.state.global_step)):
         return batch
@@ -231,12 +235,12 @@ def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
 
 
 def log_ratios(run: Run, batches: list[Batch]) -> list[Tensor]:
-    """Return the log-ratio of policy and reference of each sequence without gradients, ``(S,)`` per batch. All ranks must
-    call it.
+    """Compute the log-ratio of policy and reference for each sequence, without gradients. The result has one tensor
+    ``(S,)`` per batch. All ranks must call it.
 
     Args:
         run: Run of a method that compares the policy with a reference.
-        batches: Batches of this rank with the reference's log-probs. The list may be empty.
+        batches: Batches of this rank, with the log-probs of the reference. The list may be empty.
     """
     ratios = []
     for source, counts in parallel.in_step(batches, run.accelerator, run.spare_batch):
@@ -251,15 +255,15 @@ def log_ratios(run: Run, batches: list[Batch]) -> list[Tensor]:
 def with_references(
     run: Run, batches: list[Batch], mode: str, kept: ReferenceSums | None, refer: Callable[[Run, Batch], Batch]
 ) -> list[Batch]:
-    """Return batches with reference values: cached sums if all rows of a batch are cached, otherwise log-probs. This is
-    a collective operation.
+    """Add reference values to batches. If the sums of all rows of a batch are cached, they are used. Otherwise, the
+    reference log-probs are computed. This is a collective operation.
 
     Args:
         run: Run of a method that compares the policy with a reference.
         batches: Batches of this rank. The list may be empty.
         mode: ``train`` or ``eval``, for the log.
-        kept: Cached sums of the same reference. None: all log-probs are computed.
-        refer: `with_reference`, or a subclass's replacement.
+        kept: Cache with sums of the same reference. None: all log-probs are computed.
+        refer: `with_reference`, or the function with which a subclass replaces it.
     """
     names = [[] if kept is None else row_names(batch) for batch in batches]
     found = [None if kept is None else kept.known(*about) for about in zip(batches, names, strict=True)]
@@ -286,15 +290,15 @@ def prepare_references(
     kept: Mapping[str, ReferenceSums],
     refer: Callable[[Run, Batch], Batch],
 ) -> list[list[Batch]]:
-    """Return micro-batches with the reference values that the loss needs, see `Hooks.prepare`.
+    """Return the micro-batches with the reference values that the loss needs; see `Hooks.prepare`.
 
     Args:
         run: Run of a method that compares the policy with a reference.
-        inputs: Items of the loader; not used.
-        micro_batches: Their batches.
+        inputs: Items of the data loader, which are not used.
+        micro_batches: Batches of each micro-batch.
         mode: ``train`` or ``eval``.
         kept: Caches of reference sums, by mode, for rows that are used more than once.
-        refer: `with_reference`, or a subclass's replacement.
+        refer: `with_reference`, or the function with which a subclass replaces it.
     """
     sums = kept.get(mode) if mode == "eval" or run.progress.state.num_train_epochs > 1 else None
     sums = None if sums is None or run.reference is None else sums.of(run.reference)
@@ -302,43 +306,44 @@ def prepare_references(
 
 
 class ReferenceSums(transformers.TrainerCallback):
-    """Caches the reference's summed log-probs by row, so that later epochs and evaluations do not compute them again.
+    """Caches the sums of reference log-probs by row. Later epochs and evaluations then do not compute them again.
 
-    A row has a different key if it is truncated, collated or paired differently. The cache is cleared if the weights of
-    the reference change, or an option that affects the values. Ranks exchange their values at the beginning of an
-    epoch.
+    A row that is truncated, collated or paired differently has a different key. The cache is cleared if the weights of
+    the reference, or an option on which the values depend, have changed. At the beginning of an epoch, ranks exchange
+    their values.
 
     Args:
         run: Run with the method, precision and ranks.
 
     Attributes:
-        sums: Float32 sums of a row's answers as bytes, by key.
+        sums: Maps the key of a row to the sums of its answers, as float32 bytes.
     """
 
     def __init__(self, run: Run) -> None:
         self.run, self.sums = run, dict[bytes, bytes]()
-        self._new: list[bytes] = []  # Keys of values that have not been sent to other ranks yet.
+        self._new: list[bytes] = []  # Keys of values that the other ranks do not have yet.
         self._key = ""
-        # Reference of the cached sums. After sums are loaded from a file, it is None until `of` is called.
+        # Reference model to which the sums belong. After sums were loaded from a file, it is None until `of` is called.
         self._reference: Reference | None = None
 
     def of(self, reference: Reference) -> ReferenceSums:
-        """Return the cache. The cache is cleared first if it belongs to another reference."""
+        """Return this cache for a reference model. If it contains sums of another reference, it is cleared first."""
         model = reference.policy if reference.copy is None else reference.copy
         about = {"adapter": reference.adapter, "precision": self.run.accelerator.mixed_precision}
         key = fingerprint(weights=hash_frozen(model), options=self.run.method.reference_key(), **about)
-        # Compare the objects too, because references with the same weights can have different forward passes.
+        # Compare the objects too, because two references with the same weights can compute different forward passes.
         if key != self._key or self._reference not in (None, reference):
             self.sums, self._new = {}, []
         self._key, self._reference = key, reference
         return self
 
     def known(self, batch: Batch, names: list[bytes]) -> Batch | None:
-        """Return the batch with the sums as its column ``ref_logps (S,)``. None if a row is new.
+        """Return the batch with the cached sums in the column ``ref_logps (S,)``. Return None if a row is not in the
+        cache.
 
         Args:
             batch: Batch of this rank.
-            names: Keys from `row_names`.
+            names: Cache keys from `row_names`.
         """
         sums = [self.sums.get(name) for name in names]
         if not sums or None in sums:
@@ -349,7 +354,7 @@ class ReferenceSums(transformers.TrainerCallback):
         return replace(batch, columns=batch.columns | {"ref_logps": column})
 
     def add(self, batch: Batch, names: list[bytes]) -> None:
-        """Store the sums of a batch that has the reference's log-probs, under the given keys."""
+        """Store the sums of a batch that contains reference log-probs, under the given keys."""
         if batch.ref_logp is None or not names:
             return
         sums = batch.grouped(batch.columns["ref_logps"], batch.num_sequences // len(names))
@@ -357,8 +362,8 @@ class ReferenceSums(transformers.TrainerCallback):
         self._new += names
 
     def on_epoch_begin(self, args: object, state: transformers.TrainerState, control: object, **_: object) -> None:
-        """Exchange the new values of all ranks. In the middle of an epoch nothing is exchanged, as in an uninterrupted
-        run.
+        """Exchange the new values of all ranks. After a resume in the middle of an epoch, nothing is exchanged, as in
+        an uninterrupted run.
         """
         if state.epoch is None or not float(state.epoch).is_integer():
             return

@@ -1,4 +1,4 @@
-"""Prompts of an online run: they are checked, repeated and distributed to ranks."""
+"""`PromptSource`: checks the prompts of an online run, repeats them, and distributes them to ranks."""
 
 from __future__ import annotations
 
@@ -39,23 +39,25 @@ logger = logging.getLogger(__name__)
 IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
 # Number of prompt tokens that an error message quotes.
 TOKENS_QUOTED = 40
-# Number of prompts per call of the tokenizer before the first generation, and maximum number of prompts with images.
+# Number of prompts that are tokenized at once in checks before the first generation. If prompts have images, only this number
+# is checked.
 PROMPTS_TRIED = 256
-# Maximum number of prompts that are tokenized in the search for prompts that are too long.
+# Maximum number of prompts that are tokenized to find prompts that are too long.
 MOST_TOKENIZED = 20_000
-# Number of characters that are logged from the beginning of the first prompt, and from its end if the prompt is longer.
+# Number of characters of the first prompt that are logged. If it is longer, the last CHARACTERS_AT_END characters are logged
+# too.
 CHARACTERS_SHOWN, CHARACTERS_AT_END = 400, 60
 
 
 class PromptSource:
-    """Checks the prompts of a run, orders them, and tests whether they fit the model's context.
+    """Checks and orders the prompts of a run, and checks that prompts and completions fit into the model's context.
 
     Args:
         args: The trainer's config.
         tokenizer: Tokenizer of the policy.
         length_option: Name of the config field with the maximum completion length, for messages.
-        tokenized: Converts rows to prompts as the model reads them. None: the tokenizer is used.
-        most: Maximum number of tokens of a prompt. Longer prompts are truncated at the beginning. None: prompts are not
+        tokenized: Function that converts rows to prompts (token ids with images). None: the tokenizer is used.
+        most: Maximum number of tokens of a prompt. The beginning of a longer prompt is removed. None: prompts are not
             truncated.
     """
 
@@ -70,7 +72,7 @@ class PromptSource:
     ) -> None:
         self.most = most
         self.args, self.tokenizer, self.length_option = args, tokenizer, length_option
-        # Whether dataset columns that do not belong to prompts are dropped.
+        # Whether columns that are not part of prompts are dropped.
         self.drops_columns = bool(args.remove_unused_columns)
         self.tokenized = tokenized or self._tokenized
         self._cut_told = False
@@ -80,19 +82,19 @@ class PromptSource:
     def prepared(
         self, train: AnyDataset, evaluation: EvalSets | None, *, images: bool = False
     ) -> tuple[Any, Any, list[dict[str, Any]]]:
-        """Check that completions can be generated from all prompts.
+        """Check that completions can be generated for all prompts.
 
         Args:
             train: The training set.
-            evaluation: A dataset, several by name, or None.
+            evaluation: A dataset, a mapping from names to datasets, or None.
             images: Whether rows may have images.
 
         Returns:
-            Both datasets as they are used for generation, and the first rows of the training set.
+            Both datasets in the form that generation needs, and the first rows of the training set.
 
         Raises:
             DataError: A row has no usable prompt.
-            ConfigError: One generation needs more prompts than the training set has.
+            ConfigError: One generation needs more prompts than the training set contains.
         """
         if self.drops_columns:
             many = isinstance(evaluation, dict)
@@ -120,13 +122,14 @@ class PromptSource:
         evaluation: EvalSets | None,
         reader: PictureProcessor | None = None,
     ) -> tuple[Any, Any]:
-        """Prepare datasets for an episode driver: every row needs a prompt, and with tools the prompt must be messages.
+        """Prepare datasets for an episode driver. Every row gets a prompt. If the model can call tools, prompts must be
+        messages.
 
         Args:
             driver: Episode driver of the run.
             train: The training set.
-            evaluation: A dataset, several by name, or None.
-            reader: Processor, if rows, tools or environments may have images.
+            evaluation: A dataset, a mapping from names to datasets, or None.
+            reader: Image processor, if rows, tools or environments may provide images.
 
         Raises:
             DataError: The model may call tools, but prompts are text.
@@ -147,16 +150,16 @@ class PromptSource:
         return train, evaluation
 
     def checked_rows(self, dataset: AnyDataset, name: str) -> list[dict[str, Any]]:
-        """Return the first rows of a dataset after checking all its prompts."""
+        """Check all prompts of a dataset, and return its first rows."""
         return check_prompts(dataset, name, self.tokenizer)
 
     def trial_rows(self, head: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return two of the first rows in the form that reward functions get."""
+        """Return two of the first rows in the form in which reward functions receive them."""
         return head[:2]
 
     def check_size(self, train: AnyDataset) -> None:
-        """Raise an error if the training set is too small for one generation. Warn if many prompts of an epoch are
-        skipped.
+        """Raise an error if the training set has fewer prompts than one generation needs. Warn if many prompts are
+        skipped in each epoch.
         """
         if not isinstance(train, datasets.Dataset):
             return
@@ -186,27 +189,29 @@ class PromptSource:
         return (args.num_generations_eval or args.num_generations) if mode == "eval" else args.num_generations
 
     def repeats(self) -> tuple[int, int]:
-        """Return the number of prompts per generation, and how often the loader yields them: once for each micro-batch
-        that trains on them.
+        """Return the number of prompts per generation, and the number of times that the loader yields them. They are
+        yielded once per micro-batch that trains on them.
         """
         args = self.args
         prompts = (args.generation_batch_size or 0) // args.num_generations
         return prompts, args.num_iterations * (args.steps_per_generation or 1)
 
     def train_rows(self, dataset: AnyDataset) -> Any:
-        """Return a training stream that is shuffled and repeated. A Dataset is returned unchanged, for `train_sampler`."""
+        """Return a training stream shuffled and with repeated prompts. A Dataset is returned unchanged, because
+        `train_sampler` does both.
+        """
         if not isinstance(dataset, datasets.IterableDataset):
             return dataset
         shuffled = dataset.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else dataset
         return repeat_iterable_dataset(shuffled, self.args.num_generations, *self.repeats())
 
     def eval_rows(self, stream: datasets.IterableDataset) -> Any:
-        """Return an evaluation stream in the order in which `eval_sampler` yields rows."""
+        """Return an evaluation stream with repeated prompts, in the same order as `eval_sampler`."""
         return repeat_iterable_dataset(stream.shuffle(seed=self.args.seed), self.group_size("eval"))
 
     def train_sampler(self, dataset: AnyDataset) -> RepeatSampler:
-        """Return a sampler that yields every prompt G times, and repeats every generation once for each micro-batch
-        that trains on it.
+        """Return a sampler that yields every prompt G times. The prompts of a generation are yielded once per
+        micro-batch that trains on them.
         """
         prompts, repeats = self.repeats()
         return RepeatSampler(
@@ -219,13 +224,13 @@ class PromptSource:
         )
 
     def eval_sampler(self, dataset: AnyDataset) -> RepeatSampler:
-        """Return a sampler that yields every prompt once per completion in evaluation."""
+        """Return a sampler for evaluation that yields every prompt once per completion."""
         return RepeatSampler(dataset, mini_repeat_count=self.group_size("eval"), seed=self.args.seed)
 
     # Lengths -----------------------------------------------------------------------------------------------------
 
     def check_context(self, limit: int | None) -> None:
-        """Raise an error if the completion length leaves no room for a prompt in a context of ``limit`` tokens."""
+        """Raise an error if the maximum completion length leaves no space for a prompt in a context of ``limit`` tokens."""
         longest = self.args.max_completion_length
         if limit is not None and longest >= limit:
             raise ConfigError(
@@ -233,11 +238,11 @@ class PromptSource:
             )
 
     def check_lengths(self, requests: list[Request], limit: int | None, completion: int | None = None) -> None:
-        """Raise an error if a prompt and its completion do not fit a context of ``limit`` tokens.
+        """Raise an error if a prompt and its completion do not fit into a context of ``limit`` tokens.
 
         Args:
             requests: Requests of one engine call.
-            limit: Maximum number of tokens of prompt and completion together. None: no limit.
+            limit: Maximum number of tokens of prompt and completion. None: no limit.
             completion: Maximum number of tokens of a completion. None: the value of the config.
         """
         completion = self.args.max_completion_length if completion is None else completion
@@ -250,8 +255,8 @@ class PromptSource:
             )
 
     def token_ids(self, rows: list[dict[str, Any]]) -> list[Any]:
-        """Return the token ids of prompts for the engine: the last ``most`` tokens of each prompt. The first truncation
-        is logged.
+        """Return the token ids of prompts for the engine. Only the last ``most`` tokens of a prompt are kept. The first
+        truncation is logged.
         """
         prompts, most = self.tokenized(rows), self.most
         long = sum(most is not None and len(prompt) > most for prompt in prompts)
@@ -265,7 +270,7 @@ class PromptSource:
         return tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=self.args.chat_template_kwargs or {})
 
     def announce(self, dataset: AnyDataset, *, schedule: str | None) -> None:
-        """Log the schedule and the first prompt as the model reads it."""
+        """Log the schedule, and the first prompt as the model receives it."""
         if schedule is not None:
             logger.info("schedule: %s", schedule)
         if not isinstance(dataset, Sized) or "prompt" not in known_columns(dataset):
@@ -280,10 +285,11 @@ class PromptSource:
         )  # fmt: skip
 
     def check_rows(self, dataset: AnyDataset, name: str, limit: int | None) -> None:
-        """Raise an error if prompts of a dataset and their completions do not fit a context of ``limit`` tokens.
+        """Raise an error if prompts of a dataset and their completions do not fit into a context of ``limit`` tokens.
 
-        Only prompts that may be too long are tokenized: a token has at least one byte, and the chat template adds at most as
-        many tokens as the first prompt has. If rows have images, only the first rows are checked.
+        Only prompts that may be too long are tokenized. Their number of bytes is an upper bound on their tokens, and
+        the chat template is assumed to add at most as many tokens as the first prompt has. If rows have images, only
+        the first rows are checked.
         """
         columns = known_columns(dataset)
         if limit is None or not isinstance(dataset, datasets.Dataset) or "prompt" not in columns:
@@ -307,10 +313,10 @@ class PromptSource:
 
 
 def check_stream(args: PostTrainingConfig, train_dataset: AnyDataset) -> None:
-    """Raise an error if a stream would be split between processes, because its groups would be split too.
+    """Raise an error if a stream would be split between processes, because the rows of a group would then be separated.
 
     Raises:
-        ConfigError: The main process would distribute the rows.
+        ConfigError: The main process would distribute the rows of the stream.
     """
     if not isinstance(train_dataset, datasets.IterableDataset):
         return
@@ -328,12 +334,12 @@ def check_stream(args: PostTrainingConfig, train_dataset: AnyDataset) -> None:
 
 
 def without_workers(args: PostTrainingConfig) -> AbstractContextManager[None]:
-    """Return a context in which data loaders read in this process."""
+    """Return a context in which data loaders use no worker processes."""
     return with_attributes(args, IN_PROCESS)
 
 
 def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return datasets with their names, without those that are None. Dicts of datasets are flattened."""
+    """Return datasets as pairs (name, dataset). Dicts of datasets are expanded, and datasets that are None are omitted."""
     pairs = []
     for name, dataset in sets.items():
         several = {f"{name}[{key!r}]": subset for key, subset in dataset.items()} if isinstance(dataset, dict) else None
@@ -342,16 +348,17 @@ def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingConfig | None) -> datasets.Dataset:
-    """Return one empty prompt per group of a generation. Without a training set, the environment writes the prompts.
+    """Return a training set with one empty prompt per group of a generation. It is used if the environment writes the
+    prompts.
 
     Args:
-        pool: Environments, if any were passed.
+        pool: Environments. None: no environments were passed.
         name: Name of the trainer, for messages.
-        args: The trainer's config. None if none was passed.
+        args: The trainer's config. None: no config was passed.
 
     Raises:
         DataError: There is no environment.
-        ConfigError: Rows must choose an environment, or ``max_steps`` is not set.
+        ConfigError: There are several environments, so rows must select one, or ``max_steps`` is not set.
     """
     if pool is None:
         raise DataError(f"{name} needs train_dataset, but it is None. It may only be None with an environment_factory.")
@@ -368,10 +375,11 @@ def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingCon
 
 
 def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
-    """Return a dataset (or several by name) whose rows all have a ``prompt``. An environment fills empty ones.
+    """Return a dataset (or several by name) in which every row has a ``prompt``. Missing prompts are empty, and an
+    environment writes them.
 
     Raises:
-        ConfigError: Columns would be dropped that ``reset`` receives.
+        ConfigError: Columns would be dropped, but the environment's ``reset`` receives all columns.
     """
     if isinstance(dataset, dict):
         return {name: with_prompts(subset, drops_columns=drops_columns) for name, subset in dataset.items()}
@@ -390,17 +398,17 @@ def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
 
 
 def _only_prompts(dataset: AnyDataset) -> Any:
-    """Drop all other columns. A reward function that needs one of them fails in the dry run."""
+    """Drop all columns except the prompt. If a reward function needs another column, it fails in the dry run."""
     names = known_columns(dataset)
     return dataset.select_columns([name for name in names if name in PROMPT_COLUMNS]) if names else dataset
 
 
 def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
-    """Describe generations, updates and epochs in words.
+    """Describe the numbers of generations, updates and epochs of a run.
 
     Args:
-        args: Config with resolved batch sizes.
-        prompts: Number of rows of the training set. None if it has no length.
+        args: Config whose batch sizes have been resolved.
+        prompts: Number of rows of the training set. None: unknown.
     """
     slices, passes = args.steps_per_generation or 1, args.num_iterations
     updates = slices * passes / args.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""`RewardWatch`, which logs the rewards of a run, and logs or raises the findings of `checks.rewards` about them."""
+"""`RewardWatch`: logs the rewards of a run, checks them with `checks.rewards`, and logs or raises the findings."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 class RewardWatch:
-    """Logs the rewards of a run, and the findings of `checks.rewards` about them. It never changes a reward.
+    """Logs the rewards of a run and the findings of `checks.rewards` about them. Rewards are never changed.
 
     Args:
         rewards: Reward functions of the run.
         run: Run that receives the metrics and findings.
-        scaled: Whether advantages are divided by a standard deviation.
-        stop_after: The run ends after this many consecutive rollout batches without reward variance. None: it never
-            ends for this reason.
+        scaled: Whether advantages are divided by the standard deviation of rewards.
+        stop_after: Number of consecutive rollout batches without reward variance after which the run ends. None: the
+            run does not end for this reason.
 
     Attributes:
         history: Rewards of the training batches so far.
-        min_group_std: Groups whose rewards have a smaller standard deviation get no advantage. None if advantages are
-            not divided by the group's standard deviation.
+        min_group_std: Standard deviation of rewards below which a group gets no advantage. None: advantages are not
+            divided by the group's standard deviation.
     """
 
     def __init__(self, rewards: RewardRunner, run: Run, *, scaled: bool, stop_after: int | None = None) -> None:
@@ -46,8 +46,8 @@ class RewardWatch:
         self._counts: dict[str, int] = {}
 
     def start(self, device: torch.device | str, longest: int | None) -> None:
-        """Move reward models to their device and test them, and check that length penalties fit the longest possible
-        completion.
+        """Move the reward models to their device and test them. Check that length penalties are compatible with the
+        maximum completion length.
 
         Args:
             device: Device of the reward models.
@@ -60,16 +60,16 @@ class RewardWatch:
                     self._log([check_overlong(function.limit, function.cache, longest)])
 
     def log(self, run: Run, batch: RolloutBatch, table: RewardTable, made: Advantages) -> bool:
-        """Log the rewards of all ranks' completions, and the findings about them.
+        """Log the rewards of the completions of all ranks, and the findings about them.
 
         Args:
             run: Run of the trainer.
-            batch: Completions of this rank, with the loss masks that the reward functions received.
-            table: ``values (n, K)``.
+            batch: Completions of this rank, with the loss masks that reward functions received.
+            table: Rewards of all ranks, with ``values (n, K)``.
             made: Advantages that the method computed from the rewards.
 
         Returns:
-            True, so that the watcher is called again for the next rollout batch.
+            True, so that this watcher is called again for the next rollout batch.
         """
         lengths = parallel.all_gather_objects(completion_lengths(batch), run.accelerator)
         run.log(reward_metrics(table, made, lengths), batch.mode)
@@ -94,19 +94,19 @@ class RewardWatch:
         *,
         training: bool = True,
     ) -> None:
-        """Report the findings about the rewards of one rollout batch of all ranks.
+        """Report the findings about the rewards of one rollout batch (all ranks).
 
         Args:
-            table: ``values (n, K)``.
+            table: Rewards of all ranks, with ``values (n, K)``.
             made: Advantages that the method computed from the rewards.
-            groups: ``(n,)`` group number of each row.
-            clipped: See `checks.rewards.findings`; None if advantages are never clipped.
+            groups: ``(n,)`` group index of each row.
+            clipped: See `checks.rewards.findings`. None: advantages are not clipped.
             prompts: Prompts of this rank.
             columns: Dataset columns of this rank.
-            training: Whether the batch is for training. Other batches do not change the history.
+            training: Whether the batch is used for training. Other batches are not added to the history.
 
         Raises:
-            RewardError: A check of the rewards failed, or `stop_after` consecutive batches had no reward variance.
+            RewardError: A check found an error, or `stop_after` consecutive batches had no reward variance.
         """
         columns = columns or {}
         if bool(table.values.isnan().any()):
@@ -129,7 +129,7 @@ class RewardWatch:
                 if count % 100 == 1:
                     logger.log(one.level, "%s", one.text)
             elif one is not None and one.severity == "error":
-                # Only record the finding, because the error that ends the run follows.
+                # Only record this finding here, because the error that ends the run is raised below.
                 self.run.checks.preflight.add(one)
             elif one is not None:
                 self.run.checks.report([one])

@@ -1,4 +1,4 @@
-"""One rollout batch as functions: sample completions, score them, compute their log-probs and advantages."""
+"""Functions that create one rollout batch: sample completions, score them, and compute their log-probs and advantages."""
 
 from __future__ import annotations
 
@@ -31,35 +31,37 @@ if TYPE_CHECKING:
     from posttrain.rollouts.batch import RolloutWindow
     from posttrain.types import LogProbs, Rollout, Sampling
 
-# Distance between the numbers of two evaluation batches. It exceeds the number of any training batch.
+# Distance between the indices of consecutive evaluation batches. It is larger than the index of any training batch.
 EVAL_STRIDE = 32_452_843
 
 
 @dataclass(frozen=True)
 class Online:
-    """Components that a run with sampling has in addition to those of `Run`. They are created when training or
-    an evaluation starts.
+    """Components that `Run` has only if the run samples completions. They are created at the start of training or of an
+    evaluation.
 
     Attributes:
-        sync: Pushes weights to the engine and requests completions.
-        window: Slices that were not used for training yet, and the number of rollout batches so far.
+        sync: Pushes weights to the engine, and requests completions from it.
+        window: Rows that were not used for training yet, and the number of rollout batches so far.
         prompts: Tokenizes prompts, repeats them and distributes them to ranks.
         rewards: The reward functions.
-        ids_without_token: Ids that the model can sample but the tokenizer has no token for.
-        samples_policy: Whether completions are sampled with the trained weights, so that no correction is needed. A
-            rollout function may sample from any model, so its log-probs are corrected.
-        rollout_func: Whether a rollout function samples.
-        follows_truncation: Whether log-probs are compared with those of a sampler that excludes tokens, see
-            `Progress.truncation`.
-        sampling: Returns the current settings of engine calls, without a seed.
-        spare: Functions by mode that return rows for a rank without examples, because all ranks must take part in
-            sampling. May be empty.
-        sample: Completes dataset rows, see `Sampler.sample`.
-        logps: Computes log-probs of completions under older or frozen weights, by name.
-        slices: Splits completions into the rows of each micro-batch.
-        score: A subclass's replacement of `score`, without its first argument.
-        resample: Replaces groups that do not contribute to the loss, and returns metrics. None: no group is replaced.
-        advantages: A subclass's replacement of `Method.advantages`, without its last argument.
+        ids_without_token: Ids that the model can sample, but for which the tokenizer has no token.
+        samples_policy: Whether completions are sampled from the trained weights, so that their log-probs need no
+            correction. A rollout function may sample from any model, so its log-probs are corrected.
+        rollout_func: Whether the user's rollout function samples the completions.
+        follows_truncation: Whether the policy's log-probs are computed under the sampler's truncation, to be compared
+            with its log-probs; see `Progress.truncation`.
+        sampling: Function that returns the current sampling settings, without a seed.
+        spare: For each mode, a function that returns rows with which a rank samples if it has no examples of its own.
+            All ranks must take part in sampling.
+        sample: Function that samples completions of dataset rows; see `Sampler.sample`.
+        logps: Function that computes log-probs of completions under older or frozen weights, by name.
+        slices: Function that splits completions into the rows of each micro-batch.
+        score: Function with which a subclass replaces `score`. It does not have the first argument of `score`.
+        resample: Function that replaces groups that do not contribute to the loss, and returns metrics. None: no group
+            is replaced.
+        advantages: Function with which a subclass replaces `Method.advantages`. It does not have the last argument of
+            that method.
     """
 
     sync: WeightSync
@@ -83,13 +85,13 @@ class Online:
 def online_of(
     run: Run, sync: WeightSync, stop_ids: tuple[int, ...], *, rollout_func: bool = False, **parts: Any
 ) -> Online:
-    """Return the components of a run that samples, with the functions of this module.
+    """Return the components of a run that samples. Functions that are not in ``parts`` are those of this module.
 
     Args:
         run: Run of a method that samples.
-        sync: Calls the engine.
+        sync: Object that calls the engine.
         stop_ids: Tokens that end a completion.
-        rollout_func: Whether a rollout function samples.
+        rollout_func: Whether the user's rollout function samples the completions.
         parts: Other fields of `Online`.
     """
     samples_policy = not rollout_func and sync.engine.capabilities.shares_weights
@@ -106,10 +108,10 @@ def online_of(
 
 
 def special_ids(run: Run) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Return the ids that end a completion, and the ids without a token.
+    """Return the ids that end a completion, and the ids for which the tokenizer has no token.
 
-    With ``mask_ids_without_token``, the ids without a token are written into ``suppress_tokens`` of the config's
-    ``generation_kwargs``.
+    With ``mask_ids_without_token``, the ids without a token are added to ``suppress_tokens`` in ``generation_kwargs``
+    of the config, so that they are never sampled.
     """
     args = run.args
     without_token = ids_without_token(run.tokenizer, run.model.config.get_text_config().vocab_size)
@@ -122,11 +124,12 @@ def special_ids(run: Run) -> tuple[tuple[int, ...], frozenset[int]]:
 
 
 def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
-    """Sample a completion for each example, score it, and add what the loss needs. This is a collective operation.
+    """Sample a completion for each example, compute its reward, and add the data that the loss needs. This is a
+    collective operation.
 
     Args:
         run: Run of a trainer that samples.
-        examples: Dataset rows, each repeated once per completion. May be empty.
+        examples: Dataset rows. Each occurs once per completion. The list may be empty.
         mode: ``train`` or ``eval``.
     """
     online = run.online
@@ -143,28 +146,28 @@ def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> Rollout
 
 
 def sample_and_score(run: Run, examples: list[dict[str, Any]], mode: str) -> tuple[RolloutBatch, RewardTable]:
-    """Return completions of this rank, and the rewards of all ranks' completions. This is a collective operation."""
+    """Return the completions of this rank, and the rewards of the completions of all ranks. This is a collective operation."""
     rollouts = sample(run, examples, mode)
     return rollouts, score(run, rollouts, mode)
 
 
 def score(run: Run, rollouts: RolloutBatch, mode: str) -> RewardTable:
-    """Return the rewards of all ranks' completions, and log the metrics of the reward functions. This is a collective
-    operation.
+    """Return the rewards of the completions of all ranks, and log the metrics of the reward functions. This is a
+    collective operation.
 
     Args:
         run: Run of a method that samples.
         rollouts: Completions of this rank. May be empty.
-        mode: ``train``, ``eval``, or another log window.
+        mode: ``train``, ``eval``, or the name of another log window.
     """
     own = run.online.score
     return logged_rewards(run, run.online.rewards, rollouts, mode) if own is None else own(rollouts, mode)
 
 
 def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
-    """Return one completion per example, decoded and counted. This is a collective operation.
+    """Return one completion per example, with its text, and log metrics. This is a collective operation.
 
-    A rank without examples samples too, and discards the result.
+    A rank without examples samples too, but its result is discarded.
     """
     online = run.online
     settings = settings_of(run, mode)
@@ -203,8 +206,8 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
 
 
 def with_images(run: Run, batch: RolloutBatch, mode: str) -> RolloutBatch:
-    """Return completions of rows with images. Images are opened, and completions that contain a sampled image
-    placeholder get no loss.
+    """Prepare completions of rows with images. Images are opened for reward functions. A completion that contains a
+    sampled image placeholder is excluded from the loss.
     """
     rollouts, masked, metrics = run.vision.look_at(batch.rollouts, batch.examples, run.model, run.pad_token_id)
     run.log(metrics, mode)
@@ -213,20 +216,24 @@ def with_images(run: Run, batch: RolloutBatch, mode: str) -> RolloutBatch:
 
 
 def truncation_of(online: Online, sampling: Sampling) -> Truncation:
-    """Return the truncation settings of the sampler if the objective needs the probability mass that remains after
-    truncation.
+    """Return the truncation of the sampler if the objective needs the probability mass that remains after it.
+    Otherwise, return no truncation.
     """
     return sampling.left_out if online.follows_truncation else WHOLE
 
 
 def present_sampling(run: Run, stop_ids: tuple[int, ...]) -> Sampling:
-    """Return the current settings of engine calls. Users may change the config during training."""
+    """Return the current sampling settings. They are read from the config each time, because users may change it during
+    training.
+    """
     sampling = configured_sampling(run.args, stop_token_ids=stop_ids, seed=0)
     return run.vision.sampling(sampling, run.model) if run.vision.images else sampling
 
 
 def settings_of(run: Run, mode: str) -> SampleSettings:
-    """Return the settings of the next rollout batch. The seed depends on the run's seed, the rank and the batch's number."""
+    """Return the settings of the next rollout batch. Its seed depends on the run's seed, on the rank and on the index
+    of the batch.
+    """
     online, number = run.online, batch_number(run, mode)
     world, rank = run.accelerator.num_processes, run.accelerator.process_index
     seed = (run.args.seed * 1_000_003 + number * world + rank) % 2**63
@@ -234,10 +241,10 @@ def settings_of(run: Run, mode: str) -> SampleSettings:
 
 
 def batch_number(run: Run, mode: str) -> int:
-    """Return the number of the next rollout batch.
+    """Return the index of the next rollout batch, from which its seed is computed.
 
-    In evaluation it depends on the step and on the number of earlier batches, so that evaluations are reproducible and
-    their batches differ.
+    In evaluation, the index depends on the training step and on the number of earlier evaluation batches. Evaluations
+    are then reproducible, and their batches have different seeds.
     """
     if mode == "train":
         return run.online.window.generations
@@ -248,13 +255,13 @@ def batch_number(run: Run, mode: str) -> int:
 
 
 def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
-    """Compute the log-probs of completions that the loss needs: under the old weights if slices are used after an
-    update, under the engine, and under the reference for a KL penalty.
+    """Compute the log-probs of completions that the loss needs: under the old weights if rows are used after an update,
+    under the engine's weights, and under the reference if there is a KL penalty.
     """
     online, can = run.online, run.online.sync.engine.capabilities
     sampled = logps_of_sampler(run, rollouts)
     complete = [len(x) == len(r.token_ids) for x, r in zip(sampled, rollouts.sequences(), strict=True)]
-    # All ranks must agree, because the passes below are collective operations.
+    # All ranks must make the same decision, because the forward passes below are collective operations.
     known = all(parallel.all_gather_objects(complete, run.accelerator))
     columns: dict[str, list[list[float]]] = {}
     if known and not online.samples_policy:
@@ -280,25 +287,25 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
 
 
 def old_is_sampled(run: Run) -> bool:
-    """Return whether the engine's log-probs equal the trainer's up to rounding, so that the trainer need not compute its
-    own again.
+    """Return whether the engine's log-probs equal the trainer's up to rounding. The trainer then does not compute the
+    log-probs of the old weights itself.
 
-    In half precision the two round differently (0.01 nats per token), so ratios would not start at 1. Log-probs
-    returned by a user's ``rollout_func`` are never used.
+    In half precision, engine and trainer round differently (0.01 nats per token), so that importance ratios would not
+    start at 1. Log-probs from a user's ``rollout_func`` are never used for this.
     """
     exact = run.online.sync.engine.capabilities.logprobs_match_training and not (run.args.bf16 or run.args.fp16)
     return exact and run.online.samples_policy
 
 
 def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
-    """Return the log-probs that the engine reported. They are from before truncation if the engine samples with the
-    policy's weights, and from after truncation otherwise.
+    """Return the log-probs that the engine returned. If the engine samples from the trained weights, they are those
+    before truncation, otherwise those after truncation.
 
     Raises:
-        RolloutError: A correction needs log-probs from after truncation, but the engine only reports those from before
-            it.
+        RolloutError: The correction needs log-probs after truncation, but the engine returns only log-probs before
+            truncation.
     """
-    # A rollout function returns only log-probs of the distribution it sampled from.
+    # A rollout function returns only log-probs of the distribution from which it sampled.
     cut = WHOLE if run.online.rollout_func else run.progress.truncation
     rollouts = list(batch.sequences())
     sampled = sampled_logps(rollouts, cut)
@@ -313,8 +320,8 @@ def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
 
 
 def logps(run: Run, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
-    """Compute per-token log-probs of completions with the training forward pass, at the loss's temperature or at another
-    temperature.
+    """Compute the log-probs of completions per token with the forward pass of training. The default temperature is that
+    of the loss.
     """
     return logps_and_mass(run, model, rows, temperature)[0]
 
@@ -322,8 +329,8 @@ def logps(run: Run, model: nn.Module, rows: list[Row], temperature: float | None
 def logps_and_mass(
     run: Run, model: nn.Module, rows: list[Row], temperature: float | None = None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Compute log-probs, and the log of the probability mass that remains after truncation. Without truncation no
-    masses are returned.
+    """Compute log-probs, and the log of the probability mass that remains after truncation. The second list is empty if
+    there is no truncation.
     """
     batches = collate(rows, pad_token_id=run.pad_token_id, layout=run.layout) if rows else []
     passes = parallel.in_step(batches, run.accelerator, run.spare_batch)
@@ -334,8 +341,8 @@ def logps_and_mass(
 
 
 def gap_of_pass(run: Run, batch: Batch, outputs: ModelOutputs) -> dict[str, Metric]:
-    """Return the difference between the log-probs of the trainer and the engine (only rounding error for an in-process
-    engine).
+    """Return metrics of the difference between the log-probs of trainer and engine. For an in-process engine, the
+    difference is only rounding error.
     """
     sampled, trained = batch.columns.get("engine_logp"), batch.old_logp
     if sampled is None:
@@ -355,9 +362,7 @@ def training_batches(run: Run, examples: list[dict[str, Any]], index: int) -> li
 
 
 def evaluation_batches(run: Run, examples: list[dict[str, Any]]) -> list[Batch]:
-    """Sample completions of one evaluation batch, score them, and return their forward passes. This is a collective
-    operation.
-    """
+    """Sample completions for one evaluation batch and score them. Return the forward passes. This is a collective operation."""
     rollouts = rollout_step(run, examples, "eval")
     if run.vision.images:
         run.log(exchanged_reward(run, examples), "eval")
@@ -366,12 +371,12 @@ def evaluation_batches(run: Run, examples: list[dict[str, Any]]) -> list[Batch]:
 
 
 def collated(run: Run, rows: list[Row]) -> list[Batch]:
-    """Collate rows into forward passes. The result may be empty."""
+    """Collate rows into forward passes. There are none if ``rows`` is empty."""
     return run.collate(rows) if rows else []
 
 
 def exchanged_reward(run: Run, examples: list[dict[str, Any]]) -> dict[str, Metric]:
-    """Return the rewards of completions that were sampled with the images of other prompts; see `Vision.control`."""
+    """Return the mean reward of completions that are sampled with the images of other prompts; see `Vision.control`."""
     size = run.online.prompts.group_size("eval")
 
     def roll_out(rows: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
@@ -385,12 +390,12 @@ def exchanged_reward(run: Run, examples: list[dict[str, Any]]) -> dict[str, Metr
 
 
 def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]:
-    """Return the rows of the next micro-batch. If the last rollout batch is used up, create a new one.
+    """Return the rows of the next micro-batch. If the current rollout batch is used up, sample a new one first.
 
     Args:
         run: Run of a trainer that samples.
         examples: Dataset rows to sample from.
-        index: Index of the micro-batch in its optimizer step.
+        index: Index of the micro-batch within its optimizer step.
     """
     window = run.online.window
     if index == 0:
@@ -409,7 +414,7 @@ def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]
 
 
 def shuffled_slices(run: Run, rollouts: RolloutBatch) -> list[list[Row]]:
-    """Shuffle whole groups and divide them into slices. Groups are exchanged with other ranks if that saves time."""
+    """Shuffle whole groups, and split them into slices. Completions are exchanged with other ranks if that saves time."""
     args = run.args
     seed, skip = args.seed + run.online.window.generations, args.mask_truncated_completions
     slices = rollouts.slices(args.steps_per_generation or 1, seed=seed, skip_truncated=skip)

@@ -1,5 +1,5 @@
-"""Components of one run (`Run`), state that changes during training (`Progress`), and replaceable functions of the loop
-(`Hooks`).
+"""`Run`: the components of one run. `Progress`: the state that changes during training. `Hooks`: functions of the loop
+that can be replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from posttrain.loop.step import Loss
 
 
-# The arguments are described in `Hooks.prepare`.
+# `Hooks.prepare` describes the arguments.
 Prepare = Callable[["Run", list[Any], list[list[Batch]], str], list[list[Batch]]]
 
 
@@ -41,21 +41,22 @@ class Hooks:
     """Functions of the loop that a subclass of a trainer may replace.
 
     Attributes:
-        objective: Maps outputs and batch to unreduced terms. None: the method's objective.
-        comparison: Returns the function that the output layer calls instead of computing log-probs, see `TokenHead.compare`.
-            None computes log-probs.
-        loss_of: Maps run, model, batch, counts and state to the loss of one pass.
-        observe: Maps run, batch and outputs of a pass to further metrics, or None.
-        batches: Maps run, an item of the training loader, and the index of the micro-batch in its optimizer step to batches.
-            Methods that sample generate completions here.
-        eval_batches: Maps run and an item of the evaluation loader to batches.
-        prepare: Maps run, items of a loader, their batches, and ``train`` or ``eval`` to batches with further inputs of the
-            loss, such as log-probs of a reference. In training it is called once per optimizer step, with all micro-batches,
-            after they were counted. None: batches are used as they are.
-        before_split: Called with the run and the micro-batches of the optimizer step so far, before a pass that does not fit
-            into memory is split.
-        postprocess_metrics: Adds derived metrics to the metrics of a window.
-        predictions: Maps model and batches to one (logits, labels) pair per row.
+        objective: Function of outputs and batch that returns unreduced loss terms. None: the objective of the method.
+        comparison: Function of a batch that returns the function which the output layer calls instead of computing
+            log-probs; see `TokenHead.compare`. None: log-probs are computed.
+        loss_of: Function of run, model, batch, counts and state that returns the loss of one forward pass.
+        observe: Function of run, batch and outputs of a pass that returns further metrics. None: no further metrics.
+        batches: Function of the run, an item of the training loader, and the index of the micro-batch in its optimizer
+            step. It returns batches. Methods that sample generate completions in this function.
+        eval_batches: Function of the run and an item of the evaluation loader that returns batches.
+        prepare: Function that adds further inputs of the loss to batches, such as log-probs of a reference. Its
+            arguments are the run, items of a loader, their batches, and ``train`` or ``eval``. In training, it is
+            called once per optimizer step with all micro-batches, after their tokens were counted. None: batches are
+            used unchanged.
+        before_split: Function of the run and the micro-batches of the current step. It is called before a pass that
+            does not fit into memory is split.
+        postprocess_metrics: Function that adds derived metrics to the metrics of a log window.
+        predictions: Function of the model and batches that returns one pair (logits, labels) per row.
         own_loss: Whether the user's code defines the loss.
     """
 
@@ -74,26 +75,29 @@ class Hooks:
 
 @dataclass
 class Progress:
-    """State that changes during a run. Checkpoints store the trainer state, the counters and the method's state.
+    """State that changes during a run. Of it, checkpoints store the trainer state, the counters and the method's state.
 
     Attributes:
         model: The policy.
-        wrapped: The policy as the run wraps it, e.g. in DDP.
+        wrapped: The policy with the wrappers of the run, e.g. DDP.
         state: Steps, epochs and log lines so far.
-        own: State that the method keeps between steps, see `State.own`.
+        own: State that the method keeps from step to step; see `State.own`.
         counters: Totals that are logged.
         buffers: Metrics of the current log window, for ``train`` and ``eval``.
-        denominators: Counts of the current optimizer step.
+        denominators: Counts of the current optimizer step, by which the loss is divided.
         sums: Statistics of the method, summed over the passes of the current optimizer step.
-        truncation: Truncation of the current rollout batch's sampler. The objective needs the mass that remains.
-        reduced_by: Reduction of the loss that was computed last.
-        max_tokens: Maximum number of tokens per pass, including padding. None until the device runs out of memory.
-        tokens_seen: Two numbers for this rank: tokens of its sequences, and computed tokens including padding.
+        truncation: Truncation of the sampler of the current rollout batch. The objective needs the probability mass
+            that remains after it.
+        reduced_by: Reduction with which the last loss was computed.
+        max_tokens: Maximum number of tokens per pass, including padding. None: no limit, because the device has not run
+            out of memory.
+        tokens_seen: Two counts of this rank: tokens of its sequences, and computed tokens including padding.
         bad_steps: Number of consecutive steps whose gradient was not finite.
-        shown: One row per completion of this rank's last generation, as in the completions table.
-        watchers: Functions that observe a moment. ``step`` gets the run, batches and counts; ``pass`` the batch, loss terms and
-            model outputs; ``gradient`` the model and its micro-batches; ``rollout`` the run, the completions of this rank, the
-            rewards of all ranks, and advantages; ``log`` the log history. A watcher that returns False is removed.
+        shown: Rows of the completions table for the last generation, one per completion of this rank.
+        watchers: Functions that are called at certain moments and observe the run. ``step`` passes the run, batches and
+            counts. ``pass`` passes the batch, loss terms and model outputs. ``gradient`` passes the model and its
+            micro-batches. ``rollout`` passes the run, the completions of this rank, the rewards of all ranks, and
+            advantages. ``log`` passes the log history. A watcher that returns False is removed.
         eval_rounds: Number of batches of the current evaluation so far.
     """
 
@@ -117,28 +121,28 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """Components of one run, created by `posttrain.loop.build.build`. Everything that changes is in ``progress``.
+    """Components of one run, which `posttrain.loop.build.build` creates. All state that changes is in ``progress``.
 
     Attributes:
         args: Config.
         method: The algorithm.
         name: Name of the trainer's class, for messages.
         tokenizer: Tokenizer of the policy.
-        vision: Handles images. Does nothing in a text run.
+        vision: Support for images. It does nothing in a run without images.
         checks: Checks of the run and their findings.
         accelerator: Accelerator of the run.
-        ranks: All processes of the run, for methods.
+        ranks: The processes of the run, in the form in which methods use them.
         pad_token_id: Padding token.
-        layout: Row layout of forward passes.
-        hooks: Functions of the loop that a subclass may replace.
+        layout: Layout of rows in forward passes.
+        hooks: Functions of the loop that a subclass of the trainer may replace.
         progress: State that changes during training.
-        fresh_adapter: Whether the adapter was created for this run, so that the model without it has the initial
+        fresh_adapter: Whether the adapter was created for this run. The model without the adapter then has the initial
             weights.
         router_coefficient: Weight of the load-balancing term of a mixture of experts; 0 disables it.
-        reference: Frozen reference model, if the loss compares the policy with one.
-        forward: Forward pass of training and evaluation. Training with NEFTune replaces it.
+        reference: Frozen reference model. None: the loss needs no reference.
+        forward: Function that runs a forward pass in training and evaluation. Training with NEFTune replaces it.
         loss_function: The user's ``compute_loss_func``.
-        online: Further components of a run that samples. Other runs have none.
+        online: Further components of a run that samples completions. Other runs do not have them.
     """
 
     args: PostTrainingConfig
@@ -158,7 +162,7 @@ class Run:
     reference: Reference | None = None
     forward: Callable[..., ModelOutputs] = forward
     loss_function: Callable[..., Any] | None = None
-    online: Online = None  # type: ignore[assignment]  # Functions of runs that sample read it as given.
+    online: Online = None  # Functions of runs that sample assume that this field is set.
 
     @property
     def model(self) -> nn.Module:
@@ -166,18 +170,16 @@ class Run:
         return self.progress.model
 
     def now(self) -> State:
-        """Return the progress of the run, for the method."""
+        """Return the current progress of the run, which is passed to the method."""
         state = self.progress.state
         return State(state.global_step, float(state.epoch or 0.0), self.ranks, self.progress.own)
 
     def watch(self, moment: str, *values: Any) -> None:
-        """Call the watchers that are registered for a given moment. Watchers only observe. A watcher that returns False is
-        removed.
-        """
+        """Call the watchers that are registered for a moment. A watcher that returns False is removed."""
         self.progress.watchers[moment] = [look for look in self.progress.watchers.get(moment, ()) if look(*values)]
 
     def log(self, metrics: Mapping[str, Metric], mode: str = "train") -> None:
-        """Add metrics to the log window."""
+        """Add metrics to the current log window."""
         self.progress.buffers[mode].add(metrics)
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
@@ -197,15 +199,17 @@ class Run:
         )
 
     def spare_batch(self) -> Batch:
-        """Return a minimal batch for a rank without rows, because a forward pass may be a collective operation."""
+        """Return a small batch with which a rank without rows runs a forward pass. The pass may be a collective operation."""
         token = int(self.pad_token_id)
         return collate([Row([token], [[token]], [[1]])], pad_token_id=token, layout=self.layout)[0].to(self.args.device)
 
     @contextmanager
     def inference(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
-        """Yield the model without DDP, in eval mode, without gradients, under the run's precision; restore each module's mode.
+        """Yield the model without DDP, in eval mode, without gradients and with the run's precision. Each module's mode
+        is restored on exit.
 
-        DDP's forward sometimes broadcasts buffers. This collective would block in a pass that other ranks may not run.
+        DDP's forward method sometimes broadcasts buffers. Such a collective would block if other ranks do not run the
+        same pass.
         """
         model = self.progress.wrapped if model is None else model
         model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -215,7 +219,7 @@ class Run:
 
 @contextmanager
 def with_attributes(holder: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes of an object inside the block."""
+    """Set attributes of an object inside the context, and restore them on exit."""
     before = {name: getattr(holder, name) for name in attributes}
     for name, value in attributes.items():
         setattr(holder, name, value)

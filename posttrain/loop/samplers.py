@@ -1,4 +1,4 @@
-"""Samplers, which complete dataset rows with one engine call, with tools, with a harness or with the user's function."""
+"""Samplers complete dataset rows: with one engine call, with tools, with a harness, or with the user's rollout function."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sampler(Protocol):
-    """Completes dataset rows."""
+    """Object that samples completions of dataset rows."""
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
         """Return one completion per row, in the same order. This is a collective operation.
@@ -41,11 +41,11 @@ class Sampler(Protocol):
 
 
 class SingleTurn:
-    """Completes each prompt with one engine call.
+    """Completes each prompt in a single turn, with one engine call.
 
     Args:
         sync: Pushes weights and calls the engine.
-        prompts: Tokenizes prompts, and checks that they fit the context.
+        prompts: Tokenizes prompts and checks that they fit into the model's context.
         tokenizer: Tokenizer of the policy.
     """
 
@@ -58,8 +58,8 @@ class SingleTurn:
         return self.batch_of(examples, rollouts)
 
     def complete(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
-        """Return one completion per prompt. Consecutive equal prompts are sent as one request, so that the prompt is
-        computed once.
+        """Return one completion per prompt. Consecutive equal prompts are sent in one request, so that the engine
+        computes the prompt once.
         """
         requests = shared_requests(prompts)
         self.prompts.check_lengths(requests, self.sync.context, sampling.max_new_tokens)
@@ -68,7 +68,7 @@ class SingleTurn:
         return [replace(r, pictures=shown) if shown else r for r, shown in zip(rollouts, pictures, strict=True)]
 
     def batch_of(self, examples: list[dict[str, Any]], rollouts: list[Rollout]) -> RolloutBatch:
-        """Return a rollout batch with decoded completions."""
+        """Return a rollout batch with the text of each completion."""
         chat = is_conversational(examples[0])
         return RolloutBatch(examples, *decoded(self.tokenizer, rollouts, conversational=chat))
 
@@ -76,16 +76,17 @@ class SingleTurn:
 def make_driver(
     traits: Traits, name: str, args: PostTrainingConfig | None, given: dict[str, Any]
 ) -> EpisodeDriver | None:
-    """Create the episode driver for a trainer's arguments. None if completions are single turns.
+    """Create the episode driver from a trainer's arguments. Return None if completions are single turns.
 
     Args:
         traits: Traits of the method.
         name: Name of the trainer class.
-        args: The trainer's config. None if none was passed.
-        given: The arguments ``tools``, ``environment_factory``, ``rollout_func`` and ``harness`` that are not None.
+        args: The trainer's config. None: no config was passed.
+        given: Those of the arguments ``tools``, ``environment_factory``, ``rollout_func`` and ``harness`` that are not
+            None.
 
     Raises:
-        ConfigError: The trainer supports none of them.
+        ConfigError: The trainer does not support these arguments.
     """
     if given and not traits.takes_episodes:
         raise ConfigError(
@@ -102,22 +103,22 @@ def make_driver(
 
 
 def place_of(count: int, sync: WeightSync) -> int:
-    """Return the total number of rows of the processes before this one. This is a collective operation."""
+    """Return the number of rows on all processes before this one. This is a collective operation."""
     return sum(parallel.all_gather_objects([count], sync.accelerator)[: sync.accelerator.process_index])
 
 
 def group_seeds(count: int, number: int, group_size: int, place: int, seed: int) -> list[int]:
-    """Return a seed for each row. Completions of the same group get equal seeds, on all ranks."""
+    """Return a seed for each row. All completions of a group get the same seed, even if they are on different ranks."""
     base = seed * 1_000_003 + number * 100_003
     return [(base + (place + i) // group_size) % 2**31 for i in range(count)]
 
 
 class Tools:
-    """Completes rows with episodes that use environments, tools, or both.
+    """Completes rows with multi-turn episodes that use tools, environments, or both.
 
     Args:
-        driver: Runs the episodes of this process.
-        single: Completes prompts of environments in which the model calls no tools.
+        driver: Driver that runs the episodes of this process.
+        single: Sampler for environments without tools, whose episodes have a single turn.
         stop_ids: Tokens that end a turn.
     """
 
@@ -125,7 +126,7 @@ class Tools:
         self.driver, self.single, self.stop_ids, self.sync = driver, single, stop_ids, single.sync
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """See `Sampler.sample`. Every row gets an environment that has been reset."""
+        """See `Sampler.sample`. An environment is reset for every row."""
         environments, rows = self._begin(examples, settings)
         if self.driver.calls_tools:
             batch = RolloutBatch(rows, *self._run(rows, environments, settings))
@@ -152,7 +153,9 @@ class Tools:
     def _run(
         self, rows: list[dict[str, Any]], environments: list[Any] | None, settings: SampleSettings
     ) -> tuple[list[Rollout], list[Any]]:
-        """Run one episode of turns and tool calls per row. All ranks leave the loop together."""
+        """Run one multi-turn episode per row. All ranks leave the loop at the same time, because engine calls may be
+        collective.
+        """
         sync = self.sync
 
         def generate(batches: Batches) -> list[list[Rollout]]:
@@ -171,10 +174,10 @@ class Tools:
 
 
 class Harness:
-    """Completes rows by running the user's own code. The model calls of that code are captured as episodes.
+    """Completes rows by running the user's agent. Its model calls are recorded as episodes.
 
     Args:
-        driver: Runs the episodes of this process.
+        driver: Driver that runs the episodes of this process.
         sync: Pushes weights and calls the engine.
         vocabulary: Vocabulary size, V.
     """
@@ -213,8 +216,8 @@ class Function:
     """Completes rows with the user's ``rollout_func``.
 
     Args:
-        driver: Checks the result of the function.
-        function: Maps prompts to a dict of lists.
+        driver: Driver that checks the result of the function.
+        function: Rollout function of prompts that returns a dict of lists.
         sync: Pushes weights.
         stop_ids: Tokens that end a completion.
         vocabulary: Vocabulary size, V.
@@ -236,7 +239,7 @@ class Function:
         """See `Sampler.sample` and `EpisodeDriver.run_function`."""
         sync, args = self.sync, self.sync.args
         if sync.needs_weight_sync:
-            # Push the weights first, because the rollout function may query the same servers.
+            # Push the weights first, because the rollout function may send requests to the same servers.
             sync.push_if_due()
         with parallel.failing_together(sync.accelerator):
             rollouts, completions, extra = self.driver.run_function(

@@ -1,4 +1,4 @@
-"""Rewards of a rollout batch over all ranks, their metrics, and rows of the table of completions."""
+"""Rewards of a rollout batch over all ranks, metrics of rewards, and rows of the completions table."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from posttrain.report.record import RunRecordCallback
     from posttrain.types import Advantages, Tokenizer
 
-# Number of prompts per generation whose images are stored for the report. An image takes about 2 kB.
+# Number of prompts per generation whose images are stored for the report. A stored image takes about 2 kB.
 THUMBNAILED = 4
 
 
 def completion_lengths(batch: RolloutBatch) -> list[int]:
-    """Return the number of tokens that the model generated for each completion."""
+    """Return, for each completion, the number of tokens that the model generated."""
     return [sum(map(sum, batch.trained(i, False))) for i in range(len(batch.rollouts))]
 
 
 def completion_metrics(
     batch: RolloutBatch, masks_truncated: bool, without_token: Collection[int] = ()
 ) -> dict[str, Metric]:
-    """Compute lengths of generated tokens, and the shares of truncated and of repeated completions.
+    """Compute metrics of the lengths of completions, and the fractions of truncated and of repeated completions.
 
     Args:
-        batch: Completions of this rank, with consecutive groups.
+        batch: Completions of this rank. The completions of a group are consecutive.
         masks_truncated: Whether truncated completions are excluded from the loss.
-        without_token: Ids that the model can sample and the tokenizer has no token for.
+        without_token: Ids that the model can sample, but for which the tokenizer has no token.
     """
     lengths = torch.tensor(completion_lengths(batch), dtype=torch.float32)  # (n,)
     ended = torch.tensor([all(one.finish_reason == "stop" for one in (r, *r.branches)) for r in batch.rollouts])  # (n,)
@@ -71,14 +71,14 @@ def completion_metrics(
 
 
 def share_without_token(batch: RolloutBatch, without_token: Collection[int]) -> Metric:
-    """Return the share of sampled ids that are in ``without_token``."""
+    """Return the fraction of sampled ids that are in ``without_token``."""
     ids = [token for rollout in batch.sequences() for token in rollout.token_ids]
     return mean(sum(token in without_token for token in ids) / max(len(ids), 1), weight=len(ids))
 
 
 def duplicates(batch: RolloutBatch) -> Metric:
-    """Return the share of completions that repeat an earlier completion of their group. The first completion of each
-    group is not counted, so the share is 1 if all are equal.
+    """Return the fraction of completions that are equal to an earlier completion of their group. The first completion
+    of each group is not counted, so that the fraction is 1 if all completions are equal.
     """
     repeated, others = 0, 0
     for group in batch.groups():
@@ -89,15 +89,16 @@ def duplicates(batch: RolloutBatch) -> Metric:
 
 
 def reward_metrics(table: RewardTable, made: Advantages, lengths: Sequence[int]) -> dict[str, Metric]:
-    """Compute metrics of all ranks' rewards and of the method's advantages.
+    """Compute metrics of the rewards of all ranks, and of the advantages that the method computed.
 
-    Every rank has the whole matrix and returns the same values, so the mean over ranks does not change them.
+    Every rank has the rewards of all ranks and computes the same values, so averaging them over ranks does not change
+    them.
 
     Args:
-        table: ``values (n, K)``.
-        made: Advantages, with the weighted rewards before any penalty.
-        lengths: Number of tokens of each completion. If there are not exactly n lengths, they are not compared with the
-            rewards.
+        table: Rewards of all ranks, with ``values (n, K)``.
+        made: Advantages, and the weighted rewards before any penalty.
+        lengths: Number of tokens of each completion. The correlation of lengths and rewards is computed only if there
+            are n lengths.
     """
     totals, metrics = made.totals, {}
     if made.unbounded is not None:
@@ -123,7 +124,7 @@ def reward_metrics(table: RewardTable, made: Advantages, lengths: Sequence[int])
 
 
 def reward_spread(totals: Tensor) -> Metric:
-    """Compute the standard deviation of rewards ``(n,)``, ignoring missing rewards. Return 0 for fewer than two."""
+    """Compute the standard deviation of the rewards ``(n,)`` that are not missing. It is 0 if there are fewer than two."""
     scored = totals[~totals.isnan()]
     return mean(float(scored.std()) if scored.numel() > 1 else 0.0, weight=scored.numel())
 
@@ -131,14 +132,15 @@ def reward_spread(totals: Tensor) -> Metric:
 def completion_rows(
     batch: RolloutBatch, table: RewardTable, tokenizer: Tokenizer, step: int, *, images: bool = True
 ) -> list[dict[str, Any]]:
-    """Return one row per completion of this rank: prompt, completion, each reward, extra columns, advantage.
+    """Return one row per completion of this rank, with prompt, completion, each reward, additional columns, and the
+    advantage.
 
     Args:
         batch: Completions of this rank.
-        table: Rewards of all ranks. Those of this rank begin at ``start``.
-        tokenizer: Decodes prompts, and the tokens of one group.
+        table: Rewards of all ranks. The rewards of this rank begin at ``start``.
+        tokenizer: Tokenizer that decodes prompts, and the tokens of one group.
         step: Number of finished optimizer steps.
-        images: Whether to add image thumbnails to the first groups, for the report.
+        images: Whether image thumbnails are added to the first groups, for the report.
     """
     rows = []
     for i, rollout in enumerate(batch.rollouts):
@@ -155,7 +157,7 @@ def completion_rows(
             row["image_digests"] = [picture.digest for picture in pictures]
             row["image_sizes"] = [list(picture.size) for picture in pictures]
         rows.append(row | {name: column[i] for name, column in batch.shown().items()})
-    # Store tokens and log-probs of one group per rollout batch only, to keep the table small.
+    # Store tokens and log-probs of only one group per rollout batch, so that the table stays small.
     first = batch.groups()[0] if table.start == 0 and len(rows) > 0 else []
     for i in first:
         rollout = batch.rollouts[i]
@@ -173,7 +175,7 @@ def completion_rows(
 
 
 def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
-    """Return the options for loading and running reward models, which are those of the policy."""
+    """Return the options with which reward models are loaded and run. They are those of the policy."""
     return {
         "batch_size": args.per_device_train_batch_size,
         "trust_remote_code": args.trust_remote_code,
@@ -185,13 +187,13 @@ def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
 def reward_options(
     functions: Any, args: PostTrainingConfig | type[PostTrainingConfig], processing_classes: Any, tokenizer: object
 ) -> dict[str, Any]:
-    """Return the arguments of `RewardRunner` for a config. They can be pickled if the functions can.
+    """Return the arguments with which a config creates a `RewardRunner`. They are picklable if the functions are.
 
     Args:
         functions: Reward functions that were passed to the trainer.
-        args: The trainer's config, or its class for the defaults.
+        args: The trainer's config, or the class of the config, whose defaults are then used.
         processing_classes: Tokenizers of reward models.
-        tokenizer: Tokenizer of the policy, or None if it is loaded later.
+        tokenizer: Tokenizer of the policy. None: it is loaded later.
     """
     return {
         "reward_funcs": functions,
@@ -207,13 +209,13 @@ def reward_options(
 def reward_runner(
     runner_class: type[RewardRunner], options: dict[str, Any], pool: EnvironmentPool | None
 ) -> RewardRunner:
-    """Create the runner of a run's reward functions.
+    """Create the `RewardRunner` of a run.
 
     Args:
-        runner_class: `RewardRunner` or a subclass.
+        runner_class: `RewardRunner`, or a subclass of it.
         options: See `reward_options`.
-        pool: Environments. Environments with ``get_reward`` are also reward functions. They run in the tools' threads,
-            with the tools' timeout.
+        pool: Environments. If they have ``get_reward``, they also provide rewards. These calls use the threads and the
+            timeout of tools.
     """
     return runner_class(**options, of_environments=() if pool is None else pool.rewards())
 
@@ -221,14 +223,14 @@ def reward_runner(
 def score_rollouts(
     rewards: RewardRunner, batch: RolloutBatch, tokenizer: Tokenizer, state: TrainerState
 ) -> RewardTable:
-    """Compute the rewards of this process's completions, without transforms and checks. Without completions no function
-    is called.
+    """Compute the rewards of this process's completions, without transforming or checking them. If there are no
+    completions, no function is called.
 
     Args:
         rewards: The reward functions.
         batch: Completions.
-        tokenizer: Decodes the ends of prompts, for format rewards.
-        state: State of the trainer, for reward functions.
+        tokenizer: Tokenizer that decodes the ends of prompts, for format rewards.
+        state: State of the trainer, which reward functions receive.
     """
     if not batch.examples:
         return RewardTable(torch.empty(0, len(rewards.names)), list(rewards.names), rewards.weights)
@@ -241,7 +243,7 @@ def score_rollouts(
         prompt_suffixes=prompt_suffixes(tokenizer, batch.rollouts),
         environments=batch.environments,
     )
-    # Texts of failed episodes are not scored. A failed episode has no reward, or the failure reward that the config sets.
+    # A failed episode is not scored. Its reward is missing, or it is the failure reward of the config.
     failed = torch.tensor([error is not None for error in batch.extra.get("harness_error", ())])  # (n,)
     if not failed.any():
         return table
@@ -250,7 +252,7 @@ def score_rollouts(
 
 
 def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Convert rows of completions to a dict of columns, the format in which TRL's trainers store the last generation in
+    """Convert rows of completions to a dict of columns. TRL's trainers store the last generation in this format in
     ``_logs``. ``names`` are the names of the rewards.
     """
     own = {"step", "prompt", "completion", "advantage", *names}
@@ -265,13 +267,13 @@ def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any
 
 
 def logged_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, mode: str) -> RewardTable:
-    """Return `all_rewards`, and log the metrics of the reward functions. This is a collective operation.
+    """Return the result of `all_rewards`, and log the metrics of the reward functions. This is a collective operation.
 
     Args:
         run: Run of a method that samples.
         rewards: The reward functions.
         batch: Completions of this rank. May be empty.
-        mode: ``train``, ``eval``, or another log window.
+        mode: ``train``, ``eval``, or the name of another log window.
     """
     table = all_rewards(run, rewards, batch, training=mode == "train")
     run.log(table.metrics, mode)
@@ -279,7 +281,7 @@ def logged_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, mode: s
 
 
 def all_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, *, training: bool) -> RewardTable:
-    """Run the reward functions on each rank's completions, and return the rewards of all ranks. This is a collective
+    """Compute the rewards of each rank's completions, and return the rewards of all ranks. This is a collective
     operation.
 
     Args:
@@ -301,7 +303,7 @@ def all_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, *, trainin
 def add_to_record(
     record: RunRecordCallback, run: Run, rollouts: RolloutBatch, rewards: RewardTable, found: Advantages
 ) -> bool:
-    """Add the completions of all ranks to the table of completions. Called for every rollout batch."""
+    """Add the completions of all ranks to the completions table. It is called for every rollout batch."""
     images, step = run.vision.images and run.args.log_multimodal, run.progress.state.global_step
     run.progress.shown = completion_rows(rollouts.worth(found), rewards, run.tokenizer, step, images=images)
     shares = parallel.gather_objects(run.progress.shown, run.accelerator)

@@ -1,6 +1,4 @@
-"""One optimizer step as functions: count its tokens and sequences, then compute the loss and the gradient pass by
-pass.
-"""
+"""Functions for one optimizer step: count its tokens and sequences, then compute loss and gradient of each forward pass."""
 
 from __future__ import annotations
 
@@ -32,10 +30,10 @@ class Loss:
     """Result of one or several forward passes.
 
     Attributes:
-        value: Scalar to call backward on. For several passes, their detached sum.
+        value: Scalar on which backward is called. For several passes, it is the sum of their losses, detached.
         metrics: Metrics to log, one dict per call of an objective.
         sums: Statistics of the method over the optimizer step, see `Method.step_sums`.
-        terms: Terms of one pass. None if a user's function computed the loss.
+        terms: Unreduced loss terms of one pass. None: a function of the user computed the loss.
         outputs: Outputs of the model in one pass.
     """
 
@@ -47,12 +45,12 @@ class Loss:
 
 
 def add_sums(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Add two `Loss.sums`, which may be None."""
+    """Add two values of `Loss.sums`, each of which may be None."""
     return other if one is None else one if other is None else one + other
 
 
 def commit(run: Run, found: Loss, mode: str = "train") -> None:
-    """Log the metrics of successful passes, and add their sums to those of the optimizer step."""
+    """Log the metrics of passes that succeeded, and add their sums to those of the optimizer step."""
     for metrics in found.metrics:
         run.log(metrics, mode)
     run.progress.sums = add_sums(run.progress.sums, found.sums)
@@ -64,10 +62,11 @@ def count(run: Run, batches: Sequence[Batch], overlong: float = 0.0) -> tuple[De
     Args:
         run: Run of the trainer.
         batches: Batches of all micro-batches of this rank.
-        overlong: A flag that is summed over ranks together with the counts.
+        overlong: Flag of this rank, which is summed over ranks together with the counts.
 
     Returns:
-        The divisors of the terms, the number of all tokens (including those without loss), and the sum of the flags.
+        The denominators of the loss terms, the number of all tokens (including those without loss), and the sum of the
+        flags.
     """
     named = run.method.counts(batches)
     local = [
@@ -89,7 +88,7 @@ def count_tokens(run: Run, batches: Sequence[Batch], counts: Denominators) -> No
     Args:
         run: Run of the trainer.
         batches: Batches of all micro-batches of this rank.
-        counts: Counts of all ranks.
+        counts: Counts over all ranks.
     """
     real = sum(batch.num_tokens for batch in batches)
     computed = sum(batch.input_ids.numel() for batch in batches)
@@ -99,9 +98,9 @@ def count_tokens(run: Run, batches: Sequence[Batch], counts: Denominators) -> No
 
 
 def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> Loss:
-    """Compute the loss of one pass: forward, objective and reduction.
+    """Compute the loss of one pass: run the forward pass, compute the objective, and reduce its terms.
 
-    A mixture of experts adds its load-balancing loss, averaged over passes.
+    For a mixture of experts, the load-balancing loss is added. It is averaged over passes.
 
     Args:
         run: Run of the trainer.
@@ -133,12 +132,12 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, stat
 
 
 def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: State) -> Batch:
-    """Return the batch with `Batch.expected_grad`, if the method's gradient can be computed before the pass or
-    separately for each token.
+    """Return the batch with `Batch.expected_grad`, if the gradient of the loss with respect to the log-probs can be
+    computed before the pass, or separately for each token.
 
-    It is computed from the objective itself, at the reference's log-probs or 0. The objective of a subclass may have
-    side effects, so such an objective is called only once. `posttrain.models.logprob.token_logprobs` describes how the
-    output layer uses the gradient on a CPU.
+    It is computed by calling the objective with the reference's log-probs, or with 0. An objective of a subclass is not
+    called for this, because it may have side effects. `posttrain.models.logprob.token_logprobs` describes how the
+    output layer uses this gradient on a CPU.
     """
     own = run.hooks.objective or run.loss_function
     if own or batch.input_ids.device.type != "cpu" or not (known := run.method.knows_gradient(batch)):
@@ -155,7 +154,9 @@ def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: 
 
 
 def function_loss(run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> Loss:
-    """Compute the user's ``compute_loss_func(outputs, labels, num_items_in_batch)`` on full logits."""
+    """Compute the loss with the user's ``compute_loss_func(outputs, labels, num_items_in_batch)``, which receives full
+    logits.
+    """
     assert run.loss_function is not None
     output, labels = full_logits(model, batch)
     value = run.loss_function(output, labels, num_items_in_batch=counts.tokens) * counts.world_size
@@ -163,17 +164,18 @@ def function_loss(run: Run, model: nn.Module, batch: Batch, counts: Denominators
 
 
 def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], counts: Denominators, state: State) -> Loss:
-    """Add the gradient of several passes to the parameters' gradients. Nothing else changes.
+    """Add the gradients of several passes to the gradients of the parameters. No other state is changed.
 
     Args:
         run: Run of the trainer.
         model: Model in training mode, wrapped as in the run.
-        batches: Batches, one per forward pass.
-        counts: Counts of the whole optimizer step. Several calls with the same counts add up to its gradient.
+        batches: Batches, each for one forward pass.
+        counts: Counts of the whole optimizer step. The gradients of several calls with the same counts add up to the
+            gradient of the step.
         state: Progress of the run, see `Run.now`.
 
     Returns:
-        The summed loss without a graph, the metrics, and the method's statistics.
+        The sum of the losses without a graph, the metrics, and the statistics of the method.
     """
     accelerator, device, split = run.accelerator, run.args.device, token_split.active()
     value, metrics, sums = torch.zeros((), device=device), [], None
@@ -181,12 +183,12 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
     passes = parallel.equal_passes(len(batches), accelerator)
     with memory.gradients_first(model, passes=passes * (1 if split is None else split.size)):
         for index in range(passes):
-            # A forward pass may be a collective operation. A rank without remaining batches therefore repeats its last batch
+            # A forward pass may be a collective operation. If a rank has no batch left, it therefore repeats its last batch
             # with weight 0.
             batch, weight = batches[min(index, len(batches) - 1)], 1.0 if index < len(batches) else 0.0
             for helped, last in token_split.turns(index == passes - 1):
                 with offloading, parallel.no_sync(model, last=last):
-                    # In sequence parallelism, this process computes its columns of a pass that belongs to another process.
+                    # With sequence parallelism, this process computes its columns of a pass that another process owns.
                     if split is not None and helped is not None:
                         parallel.backward(accelerator, split.help_with(model, helped))
                         continue
@@ -204,20 +206,20 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
 def optim_step(
     run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, sums: Tensor | None = None
 ) -> dict[str, Metric]:
-    """Clip the gradient, take an optimizer step, reset the gradient, and end the step of the method. For your own
-    training loops.
+    """Clip the gradient, run an optimizer step, reset the gradient, and end the step of the method. Use it in your own
+    training loop.
 
     Args:
         run: Run of a trainer, or of `posttrain.loop.build.build`.
-        model: Model with the gradient of `forward_backward`.
+        model: Model whose gradients `forward_backward` computed.
         optimizer: Optimizer of its parameters.
         sums: Sum of `Loss.sums` over the passes of the step.
 
     Returns:
-        ``grad_norm`` before clipping, and the method's metrics of the step.
+        ``grad_norm`` before clipping, and the metrics of the method for this step.
 
     Raises:
-        PosttrainError: The third gradient in a row is not finite.
+        PosttrainError: For the third consecutive time, the gradient is not finite.
     """
     norm = run.accelerator.clip_grad_norm_(model.parameters(), run.args.max_grad_norm or math.inf)
     is_finite(run, model, norm)
@@ -228,7 +230,7 @@ def optim_step(
     return {"grad_norm": mean(float(norm))} | metrics
 
 
-# The run ends after this number of consecutive gradients that are not finite.
+# The run ends after BAD_STEPS consecutive gradients that are not finite.
 BAD_STEPS = 3
 
 
@@ -238,22 +240,22 @@ def is_finite(run: Run, model: nn.Module, norm: Any) -> bool:
     Args:
         run: Run of the trainer.
         model: Model with the gradients.
-        norm: Norm before clipping. None if it was not computed.
+        norm: Gradient norm before clipping. None: it was not computed.
 
     Raises:
-        PosttrainError: The third gradient in a row is not finite.
+        PosttrainError: For the third consecutive time, the gradient is not finite.
     """
     if norm is None or bool(torch.isfinite(torch.as_tensor(norm))):
         run.progress.bad_steps = 0
         return True
-    # With fp16, the gradient scaler itself skips the step and reduces its scale.
+    # With fp16, the gradient scaler skips the step itself and reduces its scale.
     if run.accelerator.mixed_precision != "fp16":
         skip(run, model, norm)
     return False
 
 
 def skip(run: Run, model: nn.Module, norm: Any) -> None:
-    """Discard the gradient of a step, and end the run after three such steps in a row."""
+    """Discard the gradient of a step. After three consecutive steps like this, end the run."""
     run.progress.bad_steps += 1
     logger.warning(
         "step %d: the gradient norm is %s, so this step is skipped (%d in a row).",

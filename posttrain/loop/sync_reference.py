@@ -1,4 +1,4 @@
-"""TR-DPO: the reference follows the policy every few optimizer steps."""
+"""`SyncRefModelCallback`: TR-DPO, in which the reference model is updated from the policy every few optimizer steps."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "ref_model.safetensors"
 
 
-# Attributes of parameters that are sharded over processes, by ZeRO-3, FSDP 1, FSDP 2 or tensor parallelism.
+# Attributes that parameters have if they are sharded by ZeRO-3, FSDP 1, FSDP 2 or tensor parallelism.
 SHARD_MARKS = ("ds_id", "_fsdp_flattened", "_is_flat_param", "device_mesh")
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether this process has only a part of some parameter."""
+    """Return whether some parameter is sharded, so that this process has only a part of it."""
     return any(hasattr(parameter, mark) for parameter in model.parameters() for mark in SHARD_MARKS)
 
 
 def resumed_from(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """Return the checkpoint folder from which this run resumed. It is identified by its trainer state.
+    """Return the checkpoint folder from which this run resumed. It is found by comparing the trainer state.
 
-    Callbacks do not get the folder. The candidates are ``args.resume_from_checkpoint`` and the checkpoint of this step
-    in the output directory. A checkpoint whose log history differs belongs to another run and is skipped.
+    transformers does not pass the folder to callbacks. The candidates are ``args.resume_from_checkpoint`` and the
+    checkpoint of the current step in the output directory. A candidate with another log history belongs to another run
+    and is skipped.
     """
     asked = args.resume_from_checkpoint
     candidates = [Path(asked)] if isinstance(asked, str) else []
@@ -70,15 +71,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 class SyncRefModelCallback(transformers.TrainerCallback):
-    """Move the reference towards the policy every ``args.ref_model_sync_steps`` optimizer steps.
+    """Updates the reference model from the policy every ``args.ref_model_sync_steps`` optimizer steps.
 
     For each parameter, ``ref = (1 - a) * ref + a * policy`` with ``a = args.ref_model_mixup_alpha``. Parameters are
-    matched by name. For a reference in half precision the update is computed on a float32 copy in main memory, because
-    for a small ``a`` the change would be rounded away in bfloat16. The updated reference is saved in every checkpoint
+    matched by name. If the reference is in half precision, the update is computed on a float32 copy in main memory,
+    because bfloat16 would round away the change for a small ``a``. The updated reference is saved in every checkpoint
     and restored on resume.
 
     Args:
-        ref_model: The frozen model, or a `posttrain.models.reference.Reference` that holds one. With None the callback
+        ref_model: The frozen model, or a `posttrain.models.reference.Reference` that contains one. None: the callback
             does nothing.
         accelerator: Accelerator of the trainer.
 
@@ -111,7 +112,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Check the settings and the models, and restore the reference on resume."""
+        """Check the settings and the models. On resume, restore the reference from the checkpoint."""
         if self.ref_model is None:
             return
         steps, alpha = _settings(args)
@@ -132,14 +133,14 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Update the reference if it is due."""
+        """Update the reference if this is one of the update steps."""
         steps, alpha = _settings(args)
         if self.ref_model is not None and state.global_step % steps == 0:
             self.sync(model, alpha)
 
     @torch.no_grad()
     def sync(self, policy: nn.Module, alpha: float) -> None:
-        """Update the reference now with mixing weight ``alpha``. With sharded parameters all ranks must call this."""
+        """Update the reference now, with mixing weight ``alpha``. If parameters are sharded, all ranks must call it."""
         pairs = self._pairs(policy)
         with _gathered([p for _, ref, theta in pairs for p in (ref, theta)]) as writes:
             for name, ref, theta in pairs if writes else ():
@@ -154,8 +155,8 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         self._mix_buffers(policy, alpha)
 
     def _mix_buffers(self, policy: nn.Module, alpha: float) -> None:
-        """Update buffers. Running statistics are mixed like the weights, and counters are copied. Buffers are never
-        sharded.
+        """Update the buffers of the reference. Running statistics are mixed like weights, and counters are copied.
+        Buffers are never sharded.
         """
         theirs = dict(unwrapped(policy).named_buffers())
         for name, ours in unwrapped(self.ref_model).named_buffers():
@@ -164,7 +165,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
                 ours.copy_(torch.lerp(ours, value, alpha) if ours.is_floating_point() else value)
 
     def _pairs(self, policy: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
-        """Return ``(name, reference, policy)`` for every parameter.
+        """Return ``(name, reference parameter, policy parameter)`` for every parameter.
 
         Raises:
             ModelError: Names, shapes or layouts differ.
@@ -184,7 +185,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         return [(name, ref, theirs[name]) for name, ref in ours.items()]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save the reference in the policy's checkpoint if it has been updated."""
+        """Save the reference in the policy's checkpoint if it has been updated since the start."""
         if self.ref_model is None or state.global_step < _settings(args)[0] or args.save_only_model:
             return
         named = _parameters(self.ref_model)
@@ -242,7 +243,7 @@ def _refuse(model: nn.Module, role: str) -> None:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters by name without the prefixes of wrappers."""
+    """Return the parameters by name, without the prefixes of wrappers."""
     named = unwrapped(model).named_parameters()
     return {name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""): p for name, p in named}
 
@@ -254,7 +255,7 @@ def _layout(parameter: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def _gathered(parameters: Sequence[Any]) -> Iterator[bool]:
-    """Gather full parameters, and yield whether this process may write them."""
+    """Gather the full parameters inside the context. Yield whether this process may write to them."""
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
     if not partitioned:
         yield True

@@ -1,4 +1,4 @@
-"""`PostTrainer`, the training loop that all methods share. It does not depend on the algorithm."""
+"""`PostTrainer`: the training loop that all methods share. It does not depend on the algorithm."""
 
 from __future__ import annotations
 
@@ -61,30 +61,30 @@ logger = logging.getLogger(__name__)
 
 
 class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
-    """Converts rows to batches, batches to loss terms, and terms to one gradient, for any algorithm.
+    """Trainer for all methods. It converts rows to batches, batches to loss terms, and loss terms to one gradient.
 
-    The algorithm is defined by ``METHOD``. Everything else (loading, adapters, gradient accumulation, ranks, metrics,
+    ``METHOD`` defines the algorithm. Everything else (loading, adapters, gradient accumulation, ranks, metrics,
     checkpoints) is implemented here. A subclass may override the methods that are documented as hooks, such as
     `objective`.
     """
 
-    # True, because denominators are counted over all micro-batches and ranks of an optimizer step.
+    # The loss needs no further division, because its denominators are counted over all micro-batches and ranks of a step.
     loss_is_scaled_for_ga = True
     METHOD: ClassVar[type[Method[Any]]]
-    # Subclasses with METHOD set this attribute automatically, to the config class of METHOD.
+    # Config class of METHOD. It is set automatically for a subclass that sets METHOD.
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
-    # Names for the model card, as in TRL's trainers. A class that sets METHOD but not these names gets them from its class
-    # name.
+    # Names for the model card, as in TRL's trainers. If a class sets METHOD but not these names, they are derived from its
+    # class name.
     _name: ClassVar[str] = "post-training"
     _tag_names: ClassVar[list[str]] = ["posttrain"]
-    # Default values. Trainers that prepare rows or sample completions replace them.
+    # Default values. Trainers that prepare rows or sample completions override them.
     reports: Any = MappingProxyType({})
     rewards: Any = None
     environments: Any = None
     driver: Any = None
-    no_rows: Any = ()  # Value that the collator returns for an evaluation batch without rows.
+    no_rows: Any = ()  # Value that the collator returns if an evaluation batch has no rows on this process.
     _in_loop = False
-    # Losses that the method computed. They are set only while the user's function computes the loss of a pass.
+    # Losses that the method computed. The list exists only while the user's function computes the loss of a pass.
     _losses: list[step.Loss] | None = None
     _window_start: float | None = None
     _head: DatasetHead | None = None
@@ -101,7 +101,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Raise an error for unknown arguments. If a user's subclass overrides methods that expect TRL's padded dicts,
-        adapters are added to it (`posttrain.compat`).
+        convert their inputs with the adapters of `posttrain.compat`.
         """
         check_arguments(cls, kwargs)
         return super().__new__(build.adapted(cls))
@@ -114,15 +114,15 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def aux_loss_enabled(self) -> bool:
-        """Whether a mixture of experts uses its load-balancing loss. The name is TRL's."""
+        """Whether the load-balancing loss of a mixture of experts is used. The name is TRL's."""
         return bool(self.router_coefficient)
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Write components of the run, and settings with TRL's names, to the object that stores them.
+        # Components of the run, and settings with TRL's names, are set on the object that stores them.
         if name not in attributes.SET or not attributes.write(self, name, value):
             super().__setattr__(name, value)
 
-    # Hide this method from type checkers, so that they report attributes that do not exist.
+    # Type checkers do not see this method, so that they still report attributes that do not exist.
     if not TYPE_CHECKING:
         __getattr__ = attributes.read
 
@@ -178,7 +178,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self.prepare_datasets(plan.train_dataset, plan.eval_dataset)
 
     def _begin(self) -> None:
-        self._passes: list[list[Batch]] = []  # Batches of the current step, grouped by micro-batch.
+        self._passes: list[list[Batch]] = []  # Batches of the current optimizer step, grouped by micro-batch.
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self._set_signature_columns_if_needed()
@@ -199,7 +199,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     # Hooks of subclasses --------------------------------------------------------------------------------------------
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """Compute the algorithm's unreduced loss terms and metrics of one batch."""
+        """Compute the unreduced loss terms and the metrics of one batch."""
         return self.method.objective(outputs, batch, self.run.now())
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
@@ -211,12 +211,12 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self.method.traits.reads_images, False
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Check and tokenize all datasets once, before the model is loaded."""
+        """Check and tokenize all datasets once. It is called before the model is loaded."""
         prepared = self.prepare(train, "train", training=True)
         return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
 
     def prepare_evaluation(self, dataset: AnyDataset) -> Any:
-        """Prepare one raw evaluation set, or several by name. Prepared sets are returned unchanged."""
+        """Prepare one raw evaluation set, or several by name. Sets that are already prepared are returned unchanged."""
         prepared = {}
         for name, subset in (dataset if isinstance(dataset, dict) else {"eval": dataset}).items():
             with naming(name):
@@ -224,7 +224,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return prepared if isinstance(dataset, dict) else prepared["eval"]
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Prepare one raw dataset for the collator."""
+        """Convert one raw dataset to the form that the collator needs."""
         return dataset
 
     # Construction ------------------------------------------------------------------------------------------------
@@ -236,8 +236,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return 1 if split is None else split.size
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator as the parent does. ``sp_size`` is handled here, because accelerate needs DeepSpeed
-        for it.
+        """Create the accelerator like the parent class. ``sp_size`` is hidden from accelerate, which would need
+        DeepSpeed for it.
         """
         extension = sequence_parallel(self.args)
         with contextlib.nullcontext() if extension is None else extension.without_accelerate(self.args):
@@ -248,18 +248,20 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return load.create_model_from_path(model_id, **kwargs)
 
     def _choose_layout(self, model: nn.Module) -> Layout:
-        # The padded layout has one sequence per row. User functions that read logits need it.
+        # User functions that read logits need the padded layout, in which each row has one sequence.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
         return build.choose_layout(model, self.args, padded=any(one is not None for one in wanted))
 
     def read_also_by(self, other: nn.Module | None) -> None:
-        """Choose a row layout that is exact for both the policy and ``other``, a model that runs on the same batches."""
+        """Choose a layout of rows with which both the policy and ``other``, which runs on the same batches, compute
+        exact results.
+        """
         if other is not None:
             self.layout = build.joint_layout(self.layout, other, self.args)
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
-        """Return the function that converts dataset examples to the loader's items, here the batches of one
-        micro-batch.
+        """Return the function that converts dataset examples to an item of the loader. Here, an item is the list of
+        batches of one micro-batch.
         """
         if self.vision.reader is None:
             return lambda examples: Batches(self.run.collate(self.rows(examples)))
@@ -273,7 +275,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return super()._get_eval_sampler(build.measured(eval_dataset, self.args))
 
     def _remove_unused_columns(self, dataset: AnyDataset, description: str | None = None) -> Any:
-        return dataset  # Keep all columns. They are read by name, so unused columns have no cost.
+        return dataset  # Keep all columns. Columns are read by name, so that unused columns cost nothing.
 
     def _get_collator_with_removed_columns(self, data_collator: Callable, description: str | None = None) -> Callable:
         return data_collator
@@ -281,14 +283,14 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     # Checks and reports ------------------------------------------------------------------------------------------
 
     def check_start(self) -> None:
-        """Run the checks of the model, its layout and the rows. A method may add its own setup."""
+        """Run the checks of the model, its layout and the rows. A subclass may add its own setup."""
         if self.args.strict_data and self.train_dataset is not None:
             self.data_report()
         self.checks.start(self.model, self.layout)
         self.check_data()
 
     def check_data(self) -> None:
-        """Run the checks on a sample of the training rows. A method may add its own."""
+        """Run the checks on sampled training rows. A subclass may add its own checks."""
         self.checks.data(self.head, self.eval_dataset)
 
     @property
@@ -298,8 +300,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def head(self) -> DatasetHead:
-        """Training rows that are checked before training. They are read once, and again if ``train_dataset`` is
-        replaced.
+        """Training rows that are checked before training. They are read once. If ``train_dataset`` is replaced, they
+        are read again.
         """
         if self._head is None or self._head.prepared is not self.train_dataset:
             sources = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
@@ -308,7 +310,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self._head
 
     def data_report(self) -> DataReport:
-        """Return a summary of the training set as the model sees it, computed from rows spread over the set.
+        """Return a summary of the training set, computed from rows that are evenly spaced over the set.
 
         Raises:
             DataError: ``strict_data`` is set and there are warnings.
@@ -320,27 +322,28 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
         try:
             return self.vision.placed(self.rows(examples), examples)
-        # Rows only have prompts, because completions are sampled later.
+        # These rows have only prompts, because completions are sampled later.
         except NotImplementedError:
             about = (self.processing_class, self.args, self.method.traits.id_columns)
             return self.vision.prompt_rows(examples) or prompt_rows(examples, *about)
 
     def dry_step(self, batch_size: int | None = None) -> DryStep:
-        """Run forward and backward on the longest rows, see `posttrain.loop.dry_step.dry_step`."""
+        """Run forward and backward on the longest rows; see `posttrain.loop.dry_step.dry_step`."""
         return dry_step(self.run, self.head, self.optimizer, batch_size)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train the model. Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint and returns, with
-        ``trainer.interrupt.requested`` set.
+        """Train the model. After Ctrl-C, SIGTERM or SIGHUP, the current step is finished, a checkpoint is saved, and
+        the method returns. ``trainer.interrupt.requested`` is then set.
 
         Args:
             resume_from_checkpoint: Folder of a checkpoint. True: the last complete checkpoint in ``output_dir``.
-                ``"auto"``: the same if there is one, otherwise the run starts from the beginning.
-            kwargs: Keyword arguments as in transformers.
+                ``"auto"``: the same, but the run starts from the beginning if there is no checkpoint.
+            kwargs: Keyword arguments of `transformers.Trainer.train`.
         """
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryProfile(self.run))
-        self.resolve()  # Resolve the methods again, because the user may have replaced methods of this trainer object.
+        # The user may have replaced methods of this object since it was created, so store them in the run again.
+        self.resolve()
         fit_memory(self.run, self.head, self.optimizer)
         self.checks.measure_models()
         self._train_batch_size = self.args.train_batch_size
@@ -352,16 +355,16 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             )  # fmt: skip
         resume = self.checkpoints.resolve(resume_from_checkpoint, self.model)
         if resume_from_checkpoint is not None:
-            # Callbacks use this path to find their own state.
+            # Callbacks find their own saved state through this path.
             self.args.resume_from_checkpoint = resume
         with parallel.failing_together(self.accelerator):
             if self.accelerator.is_main_process:
                 self.checkpoints.take_folder(self.model, self.checks, resumed=resume is not None)
         if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
-            # With max_grad_norm=0, the norm would not be computed, and NaN gradients would reach the weights.
+            # With max_grad_norm=0, transformers would not compute the norm, and NaN gradients would reach the weights.
             self.args.max_grad_norm = math.inf
         self.interrupt.install(self.accelerator)
-        # Disable the hook of transformers, which would use the width of a packed row as the length of each document in it.
+        # Disable transformers' NEFTune hook. It would use the width of a packed row as the length of each document.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         try:
             plain = contextlib.nullcontext(forward)
@@ -378,19 +381,19 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
                     callback.stop()
 
     def _replaced(self, base: type, name: str, default: Any) -> Any:
-        """Return this trainer's method if a subclass of ``base`` or the user replaced it; otherwise ``default``."""
+        """Return this trainer's method if a subclass of ``base`` or the user replaced it. Otherwise, return ``default``."""
         replaced = name in vars(self) or inspect.getattr_static(type(self), name) is not vars(base)[name]
         return getattr(self, name) if replaced else default
 
     def resolve(self) -> None:
-        """Store replaced loop functions in the run. They come from a subclass, or were assigned by the user on this
-        object.
+        """Store replaced functions of the loop in the run. A function is replaced if a subclass overrides it, or if the
+        user assigned it to this object.
         """
         self.run = replace(self.run, hooks=self._hooks())
 
     def _hooks(self) -> Hooks:
-        """Return the functions of the loop and of the method that were replaced by a subclass or assigned by the user
-        on this object.
+        """Return the functions of the loop and of the method that a subclass overrides, or that the user assigned to
+        this object.
         """
         run, own = self.run, partial(self._replaced, PostTrainer)
         return replace(
@@ -408,16 +411,14 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device | str
     ) -> tuple[list[Any], None]:
-        """Draw all micro-batches of one optimizer step, so that its denominators are known before the first forward
-        pass.
-        """
+        """Read all micro-batches of one optimizer step, so that its denominators are known before the first forward pass."""
         began = time.perf_counter()
         drawn = list(itertools.islice(epoch_iterator, num_batches))
         self.checkpoints.place.draw(epoch_iterator, len(drawn), num_batches)
         if self.checkpoints.place.checkpoint is not None:
-            # Restore the random state before rollouts are sampled and scored.
+            # Restore the random state now, before completions are sampled and scored.
             self._load_rng_state(self.checkpoints.place.checkpoint)
-        # The stream has ended, and begins again in the next epoch.
+        # The stream has ended. It begins again in the next epoch.
         if not drawn:
             return [], None
         self._window_start = began
@@ -429,18 +430,18 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.checks.report_overlong()
         step.count_tokens(self.run, batches, counts)
         self.run.watch("step", self.run, batches, counts)
-        # Methods that sample completions count tokens while sampling. They count a prompt once per completion.
+        # Methods that sample completions have already counted the tokens, with each prompt counted once per completion.
         if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
         self._passes, self.denominators, self.progress.sums = [], counts, None
         if hooks.prepare is not None:
             micro_batches = hooks.prepare(self.run, drawn, micro_batches, "train")
-        # Add empty micro-batches at the front. A shorter step then also ends with its last micro-batch, and leaves no gradient
-        # for the next step.
+        # Add empty micro-batches at the front. A step with fewer micro-batches then also ends with its last micro-batch, and
+        # leaves no gradient for the next step.
         return [[]] * (num_batches - len(drawn)) + micro_batches, None
 
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward over the batches of one micro-batch, and return the sum of their losses."""
+        """Run forward and backward passes for the batches of one micro-batch. Return the sum of their losses."""
         model.train()
         run, problem = self.run, None
         self._passes.append(inputs)
@@ -450,7 +451,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         try:
             found = step.forward_backward(run, model, passes, run.progress.denominators, run.now())
         except torch.OutOfMemoryError as error:
-            # Drop the traceback, because its frames would keep the activations in memory.
+            # Remove the traceback. Its frames would keep the activations in memory.
             problem = error.with_traceback(None)
         if problem is not None:
             if run.hooks.before_split is not None:
@@ -460,7 +461,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return found.value
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip the gradient. A gradient that is not finite is not applied, and three in a row end the run."""
+        """Clip the gradient. A gradient that is not finite is not applied, and the third consecutive one ends the run."""
         norm = super()._clip_grad_norm(model)
         if step.is_finite(self.run, model, norm):
             self.run.watch("gradient", model, self._passes)
@@ -469,18 +470,18 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss of a batch: forward, objective and reduction. A subclass may change the result, for
-        evaluation too.
+        """Compute the loss of a batch: forward pass, objective and reduction. A subclass may override it. The change
+        then applies to evaluation too.
 
         Args:
             model: Model to run, wrapped as in the run.
             inputs: Batch of one forward pass.
-            return_outputs: Also return the `ModelOutputs`.
+            return_outputs: Whether the `ModelOutputs` are returned too.
             num_items_in_batch: See `Denominators.over`.
 
         Returns:
-            The loss of the pass, divided by counts of the whole optimizer step, so that the losses of its passes can be
-            added.
+            The loss of the pass. It is divided by counts of the whole optimizer step, so that the losses of all passes
+            can be added.
         """
         run = self.run
         allowed = run.loss_function is not None or run.method.traits.takes_loss_func
@@ -495,12 +496,12 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return (found.value, found.outputs) if return_outputs else found.value
 
     def as_batch(self, inputs: Any) -> Batch:
-        """Return the input of ``compute_loss`` as a batch."""
+        """Convert the input of ``compute_loss`` to a `Batch`."""
         return inputs
 
     def _users_loss(self, run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> step.Loss:
-        """Return the loss that the user's ``compute_loss`` or ``compute_loss_func`` computes for a pass. If it calls
-        the trainer's own loss, the metrics of that loss are included.
+        """Return the loss of a pass that the user's ``compute_loss`` or ``compute_loss_func`` computes. If the user's
+        function calls the trainer's own loss, the metrics of that loss are logged too.
         """
         with with_attributes(self, {"_losses": []}):
             value, losses = self.compute_loss(model, batch), self._losses or ()
@@ -508,15 +509,15 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return step.Loss(value, tuple(metrics for found in losses for metrics in found.metrics), sums)
 
     def comparison(self, batch: Batch) -> Any:
-        """Return the function that the output layer calls instead of computing log-probs, see `TokenHead.compare`.
-        None: log-probs are computed.
+        """Return the function that the output layer calls instead of computing log-probs; see `TokenHead.compare`.
+        Return None if log-probs are computed.
         """
         return None
 
     # Logging and checkpoints -------------------------------------------------------------------------------------
 
     def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add derived metrics to the metrics of a window, in training and evaluation."""
+        """Add derived metrics to the metrics of a log window, in training and evaluation."""
         return self.method.derived_metrics(metrics)
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
@@ -526,7 +527,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.state.epoch = self.checkpoints.place.epoch(self.state.epoch)
         run = self.run
-        # At the end of an epoch, the step has already ended and there is nothing to do.
+        # At the end of an epoch, the step has already ended, so there is nothing to do.
         if self._passes:
             self._passes = []
             run.progress.own, metrics = self.method.end_step(run.now(), run.progress.sums)
@@ -550,13 +551,13 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             with self.interrupt.evaluation():
                 metrics = super()._evaluate(*args, **kwargs)
         except checkpoint.EvaluationStopped:
-            # Discard the metrics that were collected so far, so that they do not appear in a later evaluation.
+            # Discard the metrics that were collected so far. Otherwise they would be included in a later evaluation.
             self.reduced_metrics("eval")
             if self._in_loop:
                 raise
-            # With `eval_on_start`, the run ends after its first step.
+            # With `eval_on_start`, the run ends only after its first step.
             return {}
-        # The metric for the best model is missing, and a learning-rate schedule has read it before the check below.
+        # metric_for_best_model is missing. A learning-rate scheduler has read it before the check below.
         except KeyError as error:
             if "metric_for_best_model" in str(error):
                 check_best_metric(self.args, self.state.log_history[-1])
@@ -571,8 +572,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         create_model_card(self, model_name, dataset_name, tags)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as `transformers.Trainer.save_model` does. The padding and stop tokens in the saved configs
-        are checked at the first call.
+        """Save the model like `transformers.Trainer.save_model`. At the first call, check the padding and stop tokens
+        in the saved configs.
         """
         self.checks.saved_tokens(self.model, self.processing_class)
         folder = Path(output_dir or self.args.output_dir)
@@ -595,7 +596,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         tags: str | Iterable[str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Same as `transformers.Trainer.push_to_hub`, but without the run record unless ``push_run_record`` is set."""
+        """Upload like `transformers.Trainer.push_to_hub`. The run record is only uploaded if ``push_run_record`` is set."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         token = self.args.hub_token if token is None else token
         if self.hub_model_id is None:
@@ -610,7 +611,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self._upload(commit_message, token=token, revision=revision, run_as_future=not blocking)
 
     def _upload(self, message: str | None, folder: str | None = None, **options: Any) -> Any:
-        """Upload ``folder``, or ``output_dir`` without its checkpoints."""
+        """Upload ``folder``. If it is None, upload ``output_dir`` without its checkpoints."""
         args, ignored = self.args, ["_*", "checkpoint-*"] if folder is None else []
         options = {"token": args.hub_token, "revision": args.hub_revision, "run_as_future": True} | options
         options |= {"repo_id": self.hub_model_id, "commit_message": message, "ignore_patterns": ignored}
@@ -647,13 +648,13 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self._complete_checkpoint()
 
     def _complete_checkpoint(self) -> None:
-        """Mark the last checkpoint as complete, then push it."""
+        """Mark the last checkpoint as complete. Then push it to the Hub if that is configured."""
         final = self.checkpoints.complete(self.state)
         if final is not None and self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
     def _write_checkpoint(self, part: Path) -> None:
-        """Write all files of a checkpoint before it is renamed to its final path."""
+        """Write all files of a checkpoint into a temporary folder, before it is renamed to its final path."""
         self.save_model(str(part), _internal_call=True)
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(str(part))
@@ -688,7 +689,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         load.load_default_adapter(model or self.model, resume_from_checkpoint, self.accelerator)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # Tied weights are saved once under a common name, so the other names are not missing.
+        # Tied weights are saved under one name only, so their other names do not count as missing.
         tied = vars(self.model).get("all_tied_weights_keys", {})
         load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
         super()._issue_warnings_after_load(load_result)
@@ -710,21 +711,23 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self.checkpoints.place.begin(start, self.train_dataset, skips=not self.args.ignore_data_skip)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self.checkpoints.place.restores_random():  # The state is restored only once, before the first rollouts.
-            self._evaluate_resumed()  # Evaluate first, because evaluation may use random numbers.
+        if (
+            self.checkpoints.place.restores_random()
+        ):  # The random state is restored only once, before the first rollouts.
+            self._evaluate_resumed()  # Evaluate before the random state is restored, because evaluation may use random numbers.
             super()._load_rng_state(checkpoint)
 
     def _evaluate_resumed(self) -> None:
-        """Evaluate the checkpoint from which a run resumes, if the run was interrupted before this evaluation."""
+        """Run the evaluation that the interrupted run did not reach at the checkpoint's step."""
         folder, self._unevaluated = self._unevaluated, None
         metrics = None if folder is None else self._evaluate(None, None)
         if metrics and self._determine_best_metric(metrics, None):
             self.state.best_model_checkpoint = folder
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluate_resumed()  # The evaluation is still missing if no training step remained.
-        # Set no limit. With save_total_limit=1, transformers would remove all checkpoints except the best one, even those of
-        # other runs and the checkpoint to resume from.
+        self._evaluate_resumed()  # If no training step remained, the missing evaluation has not run yet.
+        # Do not remove checkpoints here. With save_total_limit=1, transformers would remove all checkpoints except the best
+        # one, even those of other runs and the checkpoint from which to resume.
         with with_attributes(self.args, {"save_total_limit": None}):
             return super()._finalize_training(*args, **kwargs)
 
@@ -739,7 +742,9 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the additional state for a checkpoint as JSON, so that a resumed run equals an uninterrupted one."""
+        """Return additional state for a checkpoint, as JSON-compatible data. With it, a resumed run gives the same
+        result as an uninterrupted run.
+        """
         rows = self.get_total_train_batch_size(self.args)
         seen = checkpoint.rows_fingerprint(self._raw)
         settings = checkpoint.settings(self.args, self.state.max_steps) | {"method": self.METHOD.__name__}
@@ -758,7 +763,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Reduce over ranks the metrics since the last call, and log everything."""
+        """Log the given values, and the metrics since the last call, reduced over all ranks."""
         if self.run.progress.eval_rounds:
             count_rounds(logs, self.run.progress.eval_rounds)
         if not any(key.startswith("eval_") for key in logs):
@@ -770,16 +775,16 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     # Evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset: EvalSets | None = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as `transformers.Trainer.evaluate` does. A raw dataset is prepared first. A string selects one of
-        the trainer's evaluation sets.
+        """Evaluate like `transformers.Trainer.evaluate`. A raw dataset is prepared first. A string is the name of one
+        of the trainer's evaluation sets.
         """
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self.prepare_evaluation(plain_rows(eval_dataset))
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Predict as `transformers.Trainer.predict` does. A raw dataset is prepared first. Rows are padded, because
-        full logits need one sequence per row.
+        """Predict like `transformers.Trainer.predict`. A raw dataset is prepared first. Rows are padded, because full
+        logits need one sequence per row.
         """
         if (split := token_split.active()) is not None:
             split.refuse_predict()
@@ -792,8 +797,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self, dataset: AnyDataset, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None = None,
         is_training: bool = False, dataloader_key: str | None = None,
     ) -> DataLoader:  # fmt: skip
-        """Create a data loader. Training uses the parent's loader, but its batches stay on the CPU so that counting
-        tokens does not wait for the GPU. Evaluation uses `evaluation_loader`.
+        """Create a data loader. For training, it is the parent's loader, but its batches stay on the CPU, so that
+        counting tokens does not wait for the GPU. For evaluation, it is `evaluation_loader`.
         """
         if is_training:
             loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
@@ -816,15 +821,15 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def eval_group(self) -> int:
-        """Number of consecutive rows of an evaluation batch that are compared with each other."""
+        """Number of consecutive rows of an evaluation batch that belong together, because the loss compares them."""
         return 1
 
     def evaluation_loop(  # The signature is that of transformers.
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
-        """Compute the loss over the whole set, divided by the counts of the set, so that it does not depend on the
-        evaluation batch size.
+        """Compute the loss over the whole set. It is divided by the counts of the set, so that it does not depend on
+        the evaluation batch size.
         """
         self.resolve()
         self.callback_handler.eval_dataloader, self.run.progress.eval_rounds = dataloader, 0
@@ -842,18 +847,20 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def own_loss(self) -> bool:
-        """Whether the user defines the loss, with a subclass's ``compute_loss`` or with ``compute_loss_func``."""
+        """Whether the user defines the loss, by ``compute_loss`` of a subclass or by ``compute_loss_func``."""
         replaced = "compute_loss" in vars(self) or build.user_override(type(self), "compute_loss") is not None
         return replaced or self.compute_loss_func is not None
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[Any, np.ndarray]]:
-        """Return one (logits, labels) pair per row, in dataset order. ``preprocess_logits_for_metrics`` can reduce the
-        size of the logits.
+        """Return one pair (logits, labels) per row, in the order of the dataset. ``preprocess_logits_for_metrics`` can
+        reduce the size of logits.
         """
         return predicted_rows(model, batches, self.preprocess_logits_for_metrics)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return six operations per parameter and token, the cost of forward and backward in a dense transformer."""
+        """Return six operations per parameter and token. This is the cost of forward and backward passes in a dense
+        transformer.
+        """
         return 6 * sum(p.numel() for p in self.model.parameters()) * sum(batch.num_tokens for batch in inputs)
 
     def _track_num_input_tokens(self, inputs: list[Batch]) -> None:

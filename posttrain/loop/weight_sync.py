@@ -1,5 +1,5 @@
-"""Weight synchronization. This module creates engines, sends them changed weights, verifies that the weights arrived,
-and requests rollouts.
+"""`WeightSync`: pushes changed weights to the rollout engine, verifies that they arrived, and requests rollouts. Also
+functions that create engines.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ RequestBatch = tuple[Sequence[Request], Sampling]
 
 
 def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: Tokenizer, pad_token_id: int) -> Any:
-    """Create the in-process engine that the config names, for a model.
+    """Create the in-process engine that the config names, on the given model.
 
-    The engine gets the tokenizer for guided decoding and stop strings, and the settings of transformers' continuous
-    batching, which only supports text.
+    The engine receives the tokenizer, for guided decoding and stop strings. It also receives the settings of
+    transformers' continuous batching, which supports only text.
 
     Args:
-        model: Model that samples.
+        model: Model from which the engine samples.
         args: The trainer's config with ``rollout_engine`` and its options.
         tokenizer: Tokenizer of the policy.
         pad_token_id: Padding token of the policy.
 
     Raises:
-        ConfigError: Continuous batching is requested with a processor.
+        ConfigError: Continuous batching is set, but the run has a processor for images.
     """
     options = {"folder": args.output_dir, "cache": args.cache_implementation}
     engine: Any = create_engine(args.rollout_engine, model, pad_token_id=pad_token_id, **options)
@@ -77,13 +77,13 @@ def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: To
 def engine_of(
     run: Run, given: RolloutEngine | None, rewards: RewardRunner, engine_on: Callable[[nn.Module], Any] | None = None
 ) -> Any:
-    """Return the engine object that was passed, or create the one that the config names.
+    """Return the engine object that the user passed. If there is none, create the engine that the config names.
 
     Args:
         run: Run of a method that samples.
-        given: An engine, or None.
+        given: Engine object of the user, or None.
         rewards: The reward functions.
-        engine_on: Creates an in-process engine for a model. None: `training_engine`.
+        engine_on: Function that creates an in-process engine for a model. None: `training_engine`.
     """
     args = run.args
     if given is not None:
@@ -102,7 +102,7 @@ def engine_of(
 
 
 def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> Any:
-    """Create the engine of ``use_vllm=True``, which runs in this process or queries servers."""
+    """Create the engine for ``use_vllm=True``. It runs vLLM in this process, or sends requests to servers."""
     check_mergeable(model)
     if args.vllm_mode != "server":
         return plugins.module("extensions.vllm.engine").VLLMEngine.for_training(model, args, accelerator)
@@ -110,10 +110,10 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
 
 
 def whole_update(push: Callable[[], None], tries: int) -> None:
-    """Push the weights. If a push fails, the whole update is repeated.
+    """Push all weights. If the push fails, it is repeated from the beginning.
 
     Raises:
-        WeightSyncError: All ``tries`` pushes failed.
+        WeightSyncError: The push failed ``tries`` times.
     """
     for tried in range(1, tries + 1):
         try:
@@ -125,14 +125,14 @@ def whole_update(push: Callable[[], None], tries: int) -> None:
 
 
 class WeightSync:
-    """Connects an online trainer to its engine: pushes changed weights, checks that they arrived, and requests
+    """Connects an online trainer with its engine. It pushes changed weights, checks that they arrived, and requests
     rollouts.
 
-    An engine that shares the trainer's weights is called on every rank. An engine with a copy of the weights receives
-    changed weights first. For an engine that only the main process calls, the requests of all ranks are gathered there.
+    If the engine shares the trainer's weights, every rank calls it. If it has a copy of the weights, changed weights
+    are pushed before a call. If only the main process may call it, the requests of all ranks are gathered there.
 
     Args:
-        engine: Engine that samples.
+        engine: Engine that samples completions.
         run: Run whose weights are pushed.
     """
 
@@ -144,7 +144,7 @@ class WeightSync:
         self._pushed_at: tuple[int, int] | None = None
         self._pushes = 0
         self.parity = Parity(run.args.weight_parity_every)
-        # Rank of adapters that are pushed. 0 means that adapters are merged before a push. None means that this is undecided.
+        # Rank of the adapters that are pushed. 0: adapters are merged before a push. None: not decided yet.
         self._adapter_rank: int | None = None
 
     @property
@@ -154,15 +154,17 @@ class WeightSync:
 
     @property
     def context(self) -> int | None:
-        """Maximum number of tokens of prompt and completion, for the model and the engine."""
+        """Maximum number of tokens of prompt and completion that both the model and the engine support."""
         limits = [context_length(self.run.model.config.get_text_config()), self.engine.capabilities.context]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_engine(self, engine: Any) -> None:
-        """Compare the reported configuration of servers with what this run needs, before anything is generated.
+        """Compare the properties that servers report with the requirements of this run. It is called before the first
+        generation.
 
         Args:
-            engine: An engine that queries servers. All processes call this, the main process with the engine.
+            engine: Engine that sends requests to servers. All processes call this method, but only the main process has
+                the engine.
         """
         if self.args.preflight == "off":
             return
@@ -180,8 +182,8 @@ class WeightSync:
     # ----------------------------------------------------------------------------------------------------------
 
     def ask(self, batches: Sequence[RequestBatch]) -> list[list[Rollout]]:
-        """Return rollouts for each ``(requests, sampling)`` of this process. All processes call this, with an empty
-        list if they have no requests.
+        """Return the rollouts for each pair ``(requests, sampling)`` of this process. All processes must call it. A
+        process without requests passes an empty list.
         """
         engine = self.engine
         if not self.needs_weight_sync:
@@ -194,7 +196,7 @@ class WeightSync:
                 if not engine.capabilities.main_process_only:
                     return [engine.generate(requests, sampling) for requests, sampling in batches]
                 return self._request_on_main(batches)
-            # All processes raise this error, because they exchange their errors.
+            # All processes raise this error, because errors are exchanged between them.
             except WeightSyncError as error:
                 if tried == self.retries:
                     raise
@@ -203,7 +205,9 @@ class WeightSync:
         raise AssertionError("unreachable")
 
     def _request_on_main(self, batches: Sequence[RequestBatch]) -> list[list[Rollout]]:
-        """Gather all requests on the main process, call the engine once, and return to each process its own rollouts."""
+        """Gather the requests of all processes on the main process, call the engine there once, and return each
+        process's own rollouts.
+        """
         mine = [_seeded(requests, sampling) for requests, sampling in batches]
         asked = parallel.gather_objects(mine, self.accelerator)
 
@@ -217,18 +221,20 @@ class WeightSync:
         return parallel.scatter_objects(shares, self.accelerator)
 
     def rest(self) -> None:
-        """Let the engine release its memory for training, until the next generation begins (including all tool turns)."""
+        """Put the engine to sleep, so that it releases its memory for training. It wakes up at the next generation."""
         if self.needs_weight_sync:
             self.engine.sleep()
 
     def forget_push(self) -> None:
-        """Force a push of the weights before the next generation, after they were replaced completely."""
+        """Push all weights before the next generation, even if they look unchanged. It is called after all weights were
+        replaced.
+        """
         self._pushed_at = None
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def push_if_due(self) -> None:
-        """Push the weights if they have changed since the last push, or if a server does not have them."""
+        """Push the weights if they have changed since the last push, or if a server does not have the last version."""
         here = (self.run.progress.state.global_step, self._moved())
         due = here != self._pushed_at or self.engine.needs_weights()
         if parallel.all_reduce_sum([float(due)], self.accelerator)[0] == 0:
@@ -243,7 +249,7 @@ class WeightSync:
             try:
                 with self.parity.timed():
                     self._check_parity()
-            # The next generation waits for the server. It then pushes the weights and compares log-probs again.
+            # The next generation waits for the server. After that, weights are pushed and log-probs are compared again.
             except (
                 ServerUnreachable,
                 ServerBusy,
@@ -252,16 +258,16 @@ class WeightSync:
                 self._pushed_at, self.parity.ended = None, None
 
     def parity_due(self, again: bool = False) -> bool:
-        """Return whether log-probs are compared after this push. The result is equal on every rank.
+        """Return whether log-probs are compared after this push. All ranks get the same result.
 
         Args:
-            again: Whether the push repeats a version for a server that did not have it.
+            again: Whether the push repeats a version for a server that does not have it.
         """
         due = self.args.preflight != "off" and (again or self.parity.due())
         return parallel.all_reduce_sum([float(due)], self.accelerator)[0] > 0
 
     def _moved(self) -> int:
-        """Return a version counter of the weights, or 0 for sharded weights, which are written on each gather."""
+        """Return a version counter of the weights. Return 0 if they are sharded, because each gather writes to them."""
         if parallel.shards_parameters(self.accelerator):
             return 0
         return sum(parameter._version for parameter in self.run.model.parameters())
@@ -272,7 +278,7 @@ class WeightSync:
 
         def send() -> None:
             if engine.capabilities.main_process_only and not self.accelerator.is_main_process:
-                # Gathering sharded parameters is a collective operation, so this process must take part.
+                # Reading sharded parameters is a collective operation, so this process must read them too.
                 for _ in weights if parallel.shards_parameters(self.accelerator) else ():
                     pass
             else:
@@ -285,15 +291,15 @@ class WeightSync:
         )
 
     def outgoing(self, can: Capabilities) -> Weights | AdapterWeights:
-        """Return the weights to push: only the adapter if the model and the engine support it, otherwise all weights.
-        The choice is made at the first push.
+        """Return the weights to push. Only the adapter is pushed if the model and the engine support that, otherwise
+        all weights. This is decided at the first push.
 
         Args:
-            can: Capabilities of the engine. Only the main process's value is used.
+            can: Capabilities of the engine. All processes use the main process's value.
 
         Raises:
-            ConfigError: ``adapter_sync="adapter"`` is set but the adapter cannot be pushed alone, or its rank is larger
-                than the engine supports.
+            ConfigError: ``adapter_sync="adapter"`` is set, but the adapter cannot be pushed without merging, or the
+                engine does not support its rank.
         """
         model, choice = self.run.progress.wrapped, self.args.adapter_sync
         if self._adapter_rank is None:
@@ -313,10 +319,11 @@ class WeightSync:
         return Weights(model, dtype=can.dtype, checkpoint_names=can.checkpoint_names)
 
     def _check_parity(self) -> None:
-        """Compare the log-probs of fixed sequences in trainer and engine. If they differ, push and compare once more.
+        """Compare the log-probs of fixed sequences between trainer and engine. If they differ, push the weights and
+        compare once more.
 
         Raises:
-            WeightSyncError: They still differ.
+            WeightSyncError: The log-probs still differ after the second push.
         """
         if self.args.preflight == "off" or not self.engine.capabilities.scores_sequences:
             return
@@ -333,7 +340,7 @@ class WeightSync:
         self.refuse(finding, self._pushes)
 
     def refuse(self, finding: Any, version: int) -> None:
-        """Record a finding and raise it. Does nothing for None."""
+        """Record a finding and raise it as an error. If there is no finding, do nothing."""
         if finding is not None:
             self.run.checks.keep([finding])
             raise WeightSyncError(
@@ -341,7 +348,9 @@ class WeightSync:
             )
 
     def _negative_control(self) -> None:
-        """Check before the first push of a resumed run that the engine's old weights give different log-probs."""
+        """Check, before the first push of a resumed run, that log-probs under the engine's old weights differ from the
+        trainer's. Otherwise the comparison after the push would prove nothing.
+        """
         can = self.engine.capabilities
         if self.args.preflight == "off" or not can.scores_sequences or not can.main_process_only:
             return
@@ -349,12 +358,12 @@ class WeightSync:
             try:
                 before = self.parity_finding(self.engine, self._pushes)
             except RolloutServerError:
-                # A comparison would be meaningless, because the engine has incomplete weights.
+                # The engine's weights are incomplete, so this comparison would have no meaning.
                 return
             self.run.checks.report([check_negative_control(self.engine.name, before)])
 
     def probe(self) -> Probe:
-        """Return the sequences for the comparison with the trainer's log-probs. All ranks call this."""
+        """Return the sequences for the comparison, with the trainer's log-probs. All ranks must call it."""
         model = self.run.model
         text = model.config.get_text_config()
         sequences = probe_sequences(text.vocab_size, self.context, sliding_window(text))
@@ -366,10 +375,11 @@ class WeightSync:
         return Probe(sequences, logps, str(mixed or model.dtype), noise)
 
     def parity_finding(self, engine: Any, version: int) -> Any:
-        """Compare an engine's log-probs with the trainer's. Return the finding on every process, or None if they agree.
+        """Compare an engine's log-probs with the trainer's. Return the finding on every process, or None if there is
+        none.
 
         Args:
-            engine: None on a process that has no engine.
+            engine: Engine on the main process. None on processes without an engine.
             version: Version of the weights that were pushed.
         """
         probe = self.probe()
@@ -391,7 +401,7 @@ class WeightSync:
 
 
 def _seeded(requests: Sequence[Request], sampling: Sampling) -> list[Request]:
-    """Attach the sampling settings to each request, so that requests of all processes can be sent together."""
+    """Store the sampling settings in each request, so that requests of all processes can be sent in one call."""
     return [
         r if r.sampling is not None else replace(r, sampling=replace(sampling, seed=derived_seed(sampling.seed, i)))
         for i, r in enumerate(requests)

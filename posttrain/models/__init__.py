@@ -7,8 +7,10 @@ import posttrain
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name of ``posttrain``. TRL has public helpers in its package `models`, so old imports work."""
-    # If a module has this name, the import statement then imports the module.
+    """Return a public name of ``posttrain``. TRL's package `models` has public helpers, so that imports from it work
+    here too.
+    """
+    # If a module of this package has this name, raise an error. The import statement then imports the module.
     if name.startswith("__") or find_spec(f"{__name__}.{name}"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(posttrain, name)

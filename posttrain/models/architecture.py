@@ -1,4 +1,4 @@
-"""Architecture fields of model configs under the same names for all families. A field is None if a family lacks it."""
+"""Fields of model configs under the same names for all model families. If a family does not have a field, its value is None."""
 
 from __future__ import annotations
 
@@ -7,63 +7,68 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Names under which tree attention is registered in transformers. Each maps to the backend for calls without a `Forest`.
+# Names under which tree attention is registered in transformers. Each maps to the backend that is used for calls without a
+# `Forest`.
 OWN_NAMES = {"posttrain_sdpa": "sdpa", "posttrain_eager": "eager"}
 
 
 def config_of(model: object) -> Any:
-    """Return a model's config, or None for objects without one (a custom network, a model name)."""
+    """Return a model's config. Return None for objects without a config (a custom network, a model name)."""
     return getattr(model, "config", None)
 
 
 def get_config_model_id(config: PretrainedConfig | None) -> str:
-    """Return the hub id or folder of a model, or ``""`` for a model built in memory."""
+    """Return the Hub id or folder of a model. Return ``""`` for a model that was built in memory."""
     return getattr(config, "_name_or_path", "") or ""
 
 
 def generation_config_of(model: object) -> Any:
-    """Return a model's generation config, or None for models that do not generate, e.g. classifiers."""
+    """Return a model's generation config. Return None for models that do not generate, e.g. classifiers."""
     return getattr(model, "generation_config", None)
 
 
 def text_of(config: PretrainedConfig | None) -> Any:
-    """Return the text config of a config (the config itself for a text model), or None if the config is None."""
+    """Return the text config of a multimodal config, or the config itself for a text model. Return None for None."""
     return None if config is None else config.get_text_config()
 
 
 def attention_name(text: PretrainedConfig | None) -> str | None:
-    """Return transformers' name of a model's attention backend, even if tree attention wraps it. None for None."""
+    """Return transformers' name of a model's attention backend, even if tree attention wraps it. Return None for None."""
     name = getattr(text, "_attn_implementation", None)
     return OWN_NAMES.get(name, name)
 
 
 def context_length(text: PretrainedConfig | None) -> int | None:
-    """Return the maximum sequence length in tokens, or None if positions are not limited."""
+    """Return the maximum sequence length in tokens. Return None if the number of positions is not limited."""
     return getattr(text, "max_position_embeddings", None)
 
 
 def layer_kinds(text: PretrainedConfig) -> tuple[str, ...]:
-    """Return the type of each layer (``full_attention``, ``linear_attention``, ...). Empty if the config does not list them."""
+    """Return the type of each layer (``full_attention``, ``linear_attention``, ...). Return an empty tuple if the
+    config has no list.
+    """
     return tuple(getattr(text, "layer_types", None) or ())
 
 
 def sliding_window(text: PretrainedConfig | None) -> int | None:
-    """Return the size of the sliding attention window in tokens, or None if there is no window."""
+    """Return the size of the sliding attention window in tokens. Return None if there is no window."""
     return getattr(text, "sliding_window", None)
 
 
 def experts_per_token(text: PretrainedConfig) -> int:
-    """Return the number of experts per token, or 0 if the model has no router or the config has no such field."""
+    """Return the number of experts to which a token is routed. Return 0 if the model has no router or the config has no
+    such field.
+    """
     return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 0
 
 
 def inner_size(text: PretrainedConfig) -> int:
-    """Return the inner width of a layer's MLP."""
+    """Return the inner width of the MLP in a layer."""
     return getattr(text, "intermediate_size", None) or 4 * text.hidden_size
 
 
 def query_heads(text: PretrainedConfig) -> int:
-    """Return the number of query heads, or 0 if there are none or their number differs by layer."""
+    """Return the number of query heads. Return 0 if there are none, or if their number differs by layer."""
     heads = getattr(text, "num_attention_heads", None)
     return heads if isinstance(heads, int) else 0
 
@@ -84,7 +89,7 @@ def key_value_width(text: PretrainedConfig) -> int:
 
 
 def differs_by_layer(text: PretrainedConfig) -> bool:
-    """Return whether sizes differ by layer, as head sizes do in Gemma 4. The config then has no single value for such fields."""
+    """Return whether sizes differ by layer, as head sizes do in Gemma 4. The config then has no single value for them."""
     return getattr(text, "is_heterogeneous", False)
 
 
@@ -96,17 +101,17 @@ def layer_configs(text: PretrainedConfig) -> list[Any]:
 
 
 def image_token(config: PretrainedConfig | None) -> int | None:
-    """Return the id of the image placeholder token, or None for models without images."""
+    """Return the id of the image placeholder token. Return None for models without images."""
     return getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
 
 
 def label_count(model: object) -> int | None:
-    """Return the number of labels of a classifier, or None if the config has no such field."""
+    """Return the number of labels of a classifier. Return None if the config has no such field."""
     return getattr(config_of(model), "num_labels", None)
 
 
 def shape_of(text: Any) -> dict[str, Any]:
-    """Return the model dimensions that servers report, for comparison with the trainer's model.
+    """Return the model dimensions that servers report. The trainer compares them with its own model.
 
     Args:
         text: Config of the language model.

@@ -1,4 +1,4 @@
-"""Attention inputs and layouts for packed prefix trees (`attention_inputs`, `layout_for`, `rope_limits`)."""
+"""Attention inputs and layouts for packed prefix trees: `attention_inputs`, `layout_for` and `rope_limits`."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of tokens of a packed row with segments on a CPU. On a GPU, minimum number of tokens of a pass.
+# Maximum number of tokens of a packed row on a CPU. On a GPU, it is the minimum number of tokens of a forward pass.
 ROW_TOKENS = 2048
-# PASS_WORK = (tokens of a pass on a GPU) x (parameters of the model). This gives 30k tokens for a 0.5B model, 10k for 1.5B and
-# 2k for 7B. MOST_GPU_TOKENS is the maximum number of tokens of a pass.
+# On a GPU, the number of tokens of a pass is PASS_WORK divided by the number of the model's parameters. This gives 30k tokens
+# for a 0.5B model, 10k for 1.5B and 2k for 7B. The maximum is MOST_GPU_TOKENS.
 PASS_WORK, MOST_GPU_TOKENS = 15 * 10**12, 32768
 MASKABLE = ("sdpa", "eager", "flex_attention")  # Attention backends that accept an arbitrary mask.
 
 
-# Config fields that models read in every pass, so a probe can set smaller values. Llama 4's ``floor_scale`` is measured in
-# columns.
+# Config fields that models read in every pass. A probe can set smaller values for them. Llama 4's ``floor_scale`` is a number
+# of columns.
 SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
-# Config fields for dropout on attention probabilities.
+# Config fields with the dropout probability of attention weights.
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-# Types of attention layers for which the mask can be built.
+# Types of attention layers for which this module can build a mask.
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -50,9 +50,9 @@ def attention_inputs(
     span: Tensor | None = None,
     split: TokenSplit | None = None,
 ) -> dict[str, Any]:
-    """Return a model's keyword arguments that define which tokens attend to which in a batch.
+    """Return the keyword arguments that make a model compute attention within the sequences of a batch.
 
-    ``span`` is described in `forest_mask`, and ``split`` in `Forest`.
+    The argument ``span`` is described in `forest_mask`, and the argument ``split`` in `Forest`.
 
     Returns:
         A dict with ``attention_mask`` and, for tree attention, ``forest``. The mask depends on the batch and the backend:
@@ -62,8 +62,8 @@ def attention_inputs(
         - Otherwise a 4-D mask in the backend's format: additive for eager and for sdpa on a CPU, bool for sdpa elsewhere, and
           ``BlockMask`` for flex.
 
-        Models with several types of layers get a dict of masks by layer type. Recurrent layers get no mask, because their
-        functions use ``forest`` (`posttrain.models.recurrent`).
+        For models with several types of layers, the mask is a dict by layer type. Recurrent layers get no mask, because
+        their functions use ``forest`` (`posttrain.models.recurrent`).
 
     Raises:
         DataError: The batch's segments do not match its rows.
@@ -87,8 +87,8 @@ def attention_inputs(
         allowed = tree_attention.forest_mask(batch, window, chunk, span)
         if implementation == "sdpa" and allowed.device.type != "cpu":
             return allowed
-        # Convert the mask to floats once. On a CPU, sdpa would convert it in every layer, and save each copy for the backward
-        # pass.
+        # Convert the mask to floats here, once. On a CPU, sdpa would convert it in every layer and save each copy for the
+        # backward pass.
         return tree_attention.added(allowed, dtype, -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min)
 
     forest = {"forest": tree_attention.Forest(batch, split)} if parts or stateful or split is not None else {}
@@ -103,14 +103,16 @@ def attention_inputs(
         "chunked_attention": (None, getattr(text, "attention_chunk_size", None)),
     }
     masks = {kind: build(*limits.get(kind, (None, None))) for kind in sorted(kinds)}
-    # Models of these families expect a mask for each layer type, even if all layers have the same type.
+    # Models of these families expect a dict of masks by layer type, even if all of their layers have the same type.
     families = ("gemma", "qwen", "cohere2", "olmo3", "smollm3", "exaone4", "llama4")
     indexed = len(masks) > 1 or text.model_type.startswith(families)
     return {"attention_mask": masks if indexed else next(iter(masks.values())), **forest}
 
 
 def has_recurrent_layers(model: Module) -> bool:
-    """Return whether some layers mix tokens by other means than attention, according to the model's class and config."""
+    """Return whether the model has layers that mix tokens by other means than attention. This is read from its class
+    and config.
+    """
     inner = causal_lm(model)
     return getattr(inner, "_is_stateful", False) or bool(set(layer_kinds(text_of(config_of(inner)))) - KINDS)
 
@@ -118,13 +120,14 @@ def has_recurrent_layers(model: Module) -> bool:
 def rope_limits(model: Module) -> tuple[int | None, int | None]:
     """Return the lengths above which the rotary frequencies of a pass depend on its longest sequence.
 
-    Of transformers' types (``ROPE_INIT_FUNCTIONS``), default, linear, llama3, yarn and proportional have no such limit.
-    ``longrope`` uses other frequencies for the whole pass if the longest sequence of the pass exceeds the original context.
-    ``dynamic`` computes frequencies from the longest sequence so far, and keeps them for later passes.
+    Of the types in transformers (``ROPE_INIT_FUNCTIONS``), default, linear, llama3, yarn and proportional have no such
+    limit. With ``longrope``, the whole pass uses other frequencies if its longest sequence exceeds the original
+    context. With ``dynamic``, the frequencies depend on the longest sequence so far and stay in use for later passes.
 
     Returns:
-        The maximum length with the shorter context's frequencies of ``longrope``, and the maximum length for which ``dynamic``
-        has the same frequencies in all passes. None if the model has no such limit. Virtual tokens are subtracted.
+        Two lengths. The first is the maximum length with which ``longrope`` uses the frequencies of the original
+        context. The second is the maximum length with which ``dynamic`` uses the same frequencies in all passes. A
+        length is None if the model has no such limit. Virtual tokens are subtracted.
     """
     text = causal_lm(model).config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -140,7 +143,9 @@ def rope_limits(model: Module) -> tuple[int | None, int | None]:
 
 
 def padded_layout(model: Module) -> Layout:
-    """Return the layout with one sequence per padded row, for models that cannot use packed prefix trees."""
+    """Return the layout in which each row is padded and has one sequence. It is for models that do not support packed
+    prefix trees.
+    """
     switch, end = rope_limits(model)
     return Layout("padded", row_tokens=4096, rope_switch=switch, rope_end=end)
 
@@ -148,13 +153,14 @@ def padded_layout(model: Module) -> Layout:
 def layout_for(
     model: Module, *, dense_mask: bool = False, autocast: torch.dtype | None = None, device: str | None = None
 ) -> Layout:
-    """Return the fastest layout for the model's attention backend. `probe_layout` checks whether its results are correct.
+    """Return the fastest layout that the model's attention backend supports. `probe_layout` checks whether its results
+    are correct.
 
     Args:
         model: The model.
-        dense_mask: Whether to use a dense mask.
-        autocast: Dtype of products if it differs from the weights' dtype.
-        device: Device type of training, ``cpu`` or ``cuda``. None means the model's current device.
+        dense_mask: Whether attention uses a dense mask.
+        autocast: Dtype of matrix products under autocast. None: the dtype of the weights.
+        device: Type of the device for training, ``cpu`` or ``cuda``. None: the model's current device.
     """
     device = device or next(model.parameters()).device.type
     implementation = attention_name(text_of(config_of(model))) or "sdpa"
@@ -170,9 +176,10 @@ def layout_for(
     if family.whole:
         return padded_layout(model)
     if family.cross:
-        # Each tree needs a separate pass. The reason is given in `Family.cross`.
+        # Each tree needs its own pass, for the reason in `Family.cross`.
         return replace(layout, row_tokens=1, pass_tokens=0, joins_rows=False)
-    # Do not join rows if prompts have bidirectional attention, because each prompt token then depends on the end of the prompt.
+    # If prompts have bidirectional attention, do not join prompts that have a common prefix. The states of the prefix depend on
+    # the rest of the prompt.
     return replace(layout, joins_rows=family.block != "prompt")
 
 
@@ -185,7 +192,7 @@ def _fastest_layout(model: Module, implementation: str, autocast: torch.dtype | 
 
 
 def gpu_tokens(model: Module) -> int:
-    """Return a number of tokens per pass for which the GPU's compute time exceeds the host's time for launching kernels.
+    """Return a number of tokens per pass with which a GPU computes longer than the host needs to launch the kernels.
 
     On an H200, a training pass of 1,548 tokens of a 0.5B model took 37 ms of GPU time, and launching its kernels took 150
     ms. The time of kernel launches, weight casts and gradient sums does not depend on the number of tokens.
@@ -195,17 +202,19 @@ def gpu_tokens(model: Module) -> int:
 
 
 def _dense_layout(model: Module, device: str) -> Layout:
-    # With a dense mask, the cost of attention is T^2 per row, and each pass has a fixed cost for accumulating gradients. For a
-    # 135M model on 2 cores, six trees of 240 tokens took 8.0 s in separate passes, 7.5 s with two trees per row, 6.5 s with
-    # three rows per pass, and 6.0 s in one pass. Memory grows with the number of tokens per pass (4.0 GB for 480 and 4.9 GB for
-    # 720 tokens, including the optimizer).
+    # With a dense mask, the cost of attention is T^2 per row, and each pass has a fixed cost for accumulating gradients.
+    # Measured for a 135M model on 2 cores: six trees of 240 tokens took 8.0 s in separate passes, 7.5 s with two trees per row,
+    # 6.5 s with three rows per pass, and 6.0 s in one pass. Memory grows with the tokens per pass (4.0 GB for 480 and 4.9 GB
+    # for 720 tokens, including the optimizer).
     if device == "cpu":
         return Layout("tree", dense_mask=True, row_tokens=256, pass_tokens=512)
     return Layout("tree", dense_mask=True, row_tokens=ROW_TOKENS, pass_tokens=gpu_tokens(model))
 
 
 def dense_layers(model: Module, autocast: torch.dtype | None, device: str) -> str:
-    """Return why attention needs a dense mask on a device, based on the config, or "" if tree attention is possible."""
+    """Return the reason why attention needs a dense mask on a device, from the config. Return "" if tree attention is
+    possible.
+    """
     text = causal_lm(model).config.get_text_config()
     if reason := tree_attention.no_kernel(device, autocast or coarsest_dtype(model)):
         return reason
@@ -223,9 +232,10 @@ PROBED: dict[str, Layout] = {}
 
 
 def coarsest_dtype(model: Module) -> torch.dtype:
-    """Return the least precise dtype of a model's weights. Packed (integer) weights count as the least precise.
+    """Return the least precise dtype of a model's weights. Quantized (integer) weights count as the least precise.
 
-    The first parameter's dtype can differ, e.g. if the output layer and tied embeddings are float32 and layers are bfloat16.
+    The dtype of the first parameter is not enough: the output layer and tied embeddings can be float32 while layers are
+    bfloat16.
     """
     kinds = {parameter.dtype for parameter in model.parameters()}
     return max(kinds, key=lambda kind: torch.finfo(kind).eps if kind.is_floating_point else 1.0)
@@ -234,6 +244,7 @@ def coarsest_dtype(model: Module) -> torch.dtype:
 def rounds_to_tf32() -> bool:
     """Return whether products of float32 matrices on a GPU are computed in TF32.
 
-    After transformers has written torch's newer setting (for ``tf32=True``), reading ``allow_tf32`` raises an error.
+    If transformers has set torch's newer option (for ``tf32=True``), reading the older option ``allow_tf32`` raises an
+    error.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"

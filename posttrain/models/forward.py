@@ -1,5 +1,5 @@
-"""Forward pass over a batch of prefix trees. Only hidden states at loss positions are used, and log-probs are computed in
-chunks.
+"""Forward pass over a batch of prefix trees. The head is applied only to hidden states at loss positions, and log-probs
+are computed in chunks of logits.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ def forward(
     chunk_size: int | None = None,
     compare: Callable[..., dict[str, Any]] | None = None,
 ) -> ModelOutputs:
-    """Run the model on a batch and return the requested outputs in the shape ``(B, T)``.
+    """Run the model on a batch. Return the requested outputs, which have the shape ``(B, T)``.
 
     Args:
-        model: A language model or classifier, wrapped or not, with `install_token_head`.
+        model: A language model or classifier with `install_token_head`. It may be wrapped, e.g. in DDP.
         batch: Batch on the model's device.
-        needs: Names of the requested outputs: any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``mean_logit``,
-            ``collision``, ``values``, ``logits`` and ``aux``. For classifiers, it is only ``scores``, the score at the last
-            token of each sequence.
+        needs: Names of the requested outputs: any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``,
+            ``mean_logit``, ``collision``, ``values``, ``logits`` and ``aux``. For a classifier, the only name is
+            ``scores``, which is the score at the last token of each sequence.
         temperature: Sampling temperature, by which the logits are divided.
-        truncation: Truncation of the sampling distribution. ``log_mass`` is the log of the probability that remains.
-        chunk_size: Number of positions per chunk of logits. None uses the default of `token_logprobs`.
+        truncation: Truncation of the sampling distribution. With truncation, ``log_mass`` is the log of the remaining
+            probability.
+        chunk_size: Number of positions per chunk of logits. None: the default of `token_logprobs`.
         compare: See `TokenHead.compare`. Its result is returned as ``compared``.
 
     Returns:
@@ -67,8 +68,8 @@ def forward(
     install_token_head(model)
     asked = Pass(batch, needs, temperature, truncation, chunk_size, compare is not None)
     split = token_split.active()
-    # After a pass with gradients, do not restore the attention's name in the config, because the backward pass calls
-    # checkpointed layers again.
+    # After a pass with gradients, keep the attention's name in the config, because the backward pass calls checkpointed layers
+    # again.
     named = nullcontext() if torch.is_grad_enabled() else attention_renamed(model, lambda name: name)
     with named:
         result = run(model, asked, compare) if split is None else split.forward(model, asked, compare)
@@ -86,10 +87,10 @@ def forward(
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Description of a forward pass, sent to the processes that compute a batch together; see `forward`.
+    """Description of a forward pass. It is sent to the processes that compute a batch together; see `forward`.
 
     Attributes:
-        compares: Whether the owner of the batch compares the last hidden states with those of another model.
+        compares: Whether the process that owns the batch compares the last hidden states with those of another model.
     """
 
     batch: Batch
@@ -101,7 +102,9 @@ class Pass:
 
 
 def run(model: nn.Module, asked: Pass, compare: Callable[..., dict[str, Any]] | None) -> dict[str, Any]:
-    """Run a forward pass. Return results by name, ordered by loss positions ``(N, ...)`` or sequences ``(S, ...)``."""
+    """Run a forward pass. The result maps names to tensors in the order of loss positions, ``(N, ...)``, or of
+    sequences, ``(S, ...)``.
+    """
     return call(model, asked.batch, *prepared(model, asked, compare))
 
 
@@ -112,14 +115,14 @@ def prepared(
     split: TokenSplit | None = None,
     columns: slice | None = None,
 ) -> tuple[TokenHead | ScoreHead, dict[str, Any]]:
-    """Return the head and the model inputs of a pass, both for all columns of the batch.
+    """Return the head and the model inputs of a pass. Both are for all columns of the batch.
 
     Args:
         model: See `forward`.
-        asked: The pass.
+        asked: Description of the pass.
         compare: See `forward`.
-        split: Sequence-parallel group that computes the pass. None if this process computes it alone.
-        columns: Columns that this process computes in the group. None for all columns.
+        split: Sequence-parallel group that computes the pass. None: this process computes it alone.
+        columns: Columns that this process computes within the group. None: all columns.
     """
     inner: Any = causal_lm(model)
     batch, needs, virtual = asked.batch, asked.needs, virtual_tokens(model)
@@ -134,7 +137,7 @@ def prepared(
 
 
 def call(model: nn.Module, batch: Batch, head: TokenHead | ScoreHead, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Call the model with the head and inputs of `prepared`."""
+    """Call the model with a head and inputs that `prepared` returned."""
     balance = isinstance(head, TokenHead) and head.balance_over is not None
     return model(
         **inputs,
@@ -146,7 +149,7 @@ def call(model: nn.Module, batch: Batch, head: TokenHead | ScoreHead, inputs: di
 
 
 def _view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:
-    """Return the image inputs (see `view`). For text models, they are empty."""
+    """Return the model inputs that depend on images (see `view`). For text models, they are empty."""
     reads_images = image_token(model.config) is not None
     return view(model, batch, columns) if reads_images or batch.pictures else VisionView(batch.position_ids)
 
@@ -173,13 +176,16 @@ def _token_head(asked: Pass, virtual: int) -> TokenHead:
         chunk_size=asked.chunk_size,
         expected_grad=None if batch.expected_grad is None else batch.expected_grad[rows, columns],
         needs=asked.needs,
-        # Include virtual tokens, because routers process them too, and the model's own load-balancing loss counts them.
+        # Include virtual tokens, because they pass through the routers too, and the model's own load-balancing loss counts
+        # them.
         balance_over=nn.functional.pad(batch.real.long(), (virtual, 0), value=1) if "aux" in asked.needs else None,
     )
 
 
 def _score_head(batch: Batch, virtual: int) -> ScoreHead:
-    """Return the head for the last token of each sequence. It is found by position, because the pad and eos ids can be equal."""
+    """Return a head for the last token of each sequence. It is found by its position, because pad and eos can be the
+    same id.
+    """
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
     last = torch.full((batch.num_sequences,), -1, dtype=torch.long, device=rows.device)
     flat = rows * batch.input_ids.shape[1] + columns
@@ -188,8 +194,8 @@ def _score_head(batch: Batch, virtual: int) -> ScoreHead:
 
 
 def _value_reader(inner: nn.Module, batch: Batch, virtual: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps the policy's last hidden states to the values before each completion token. It uses the
-    value head or the separate critic.
+    """Return a function that maps the policy's last hidden states to the values before each completion token. The
+    values come from the value head or from the separate value model.
     """
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
     columns = batch.predictor[rows, columns]
@@ -205,7 +211,7 @@ def _value_reader(inner: nn.Module, batch: Batch, virtual: int) -> Callable[[Ten
 
 
 def _place(values: Tensor | None, batch: Batch, mask: Tensor | None = None) -> Tensor | None:
-    """Scatter ``(N,)`` values at loss positions (or where the mask is true) to ``(B, T)``."""
+    """Scatter ``(N,)`` values to a tensor ``(B, T)``, at loss positions or where ``mask`` is true. All other elements are 0."""
     if values is None:
         return None
     grid = torch.zeros(batch.input_ids.shape, dtype=values.dtype, device=values.device)
@@ -214,15 +220,15 @@ def _place(values: Tensor | None, batch: Batch, mask: Tensor | None = None) -> T
 
 @torch.no_grad()
 def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
-    """Compute `alone_logps` without gradients."""
+    """Compute the same as `alone_logps`, without gradients."""
     return alone_logps(model, rows)
 
 
 def alone_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
-    """Compute log-probs of every completion. Each sequence is passed separately through the model's own forward method.
+    """Compute the log-probs of every completion. Each sequence is passed alone through the model's own forward method.
 
-    This simple computation with full logits is the ground truth for `forward`. The model is called unchanged,
-    including its adapter and virtual tokens.
+    This simple computation with full logits is the reference with which `forward` is compared. The model is called
+    unchanged, including its adapter and virtual tokens.
     """
     bare: Any = unwrapped(model)
     device, virtual = next(bare.parameters()).device, virtual_tokens(bare)
@@ -240,7 +246,7 @@ def alone_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def plain_logps(model: nn.Module, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Return the log-probs of all tokens of each sequence except the first token, computed by `sequence_logps`."""
+    """Return the log-probs of all tokens of each sequence except its first token. They are computed by `sequence_logps`."""
     rows = [Row(list(ids[:1]), [list(ids[1:])], [[1] * (len(ids) - 1)]) for ids in sequences]
     with torch.no_grad():
         return [logp.float().cpu().tolist() for logp in sequence_logps(model, rows)]
@@ -255,16 +261,16 @@ def batch_logps(
     chunk_size: int,
     truncation: Truncation = WHOLE,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Compute log-probs of all completions per token, in the order of the collated rows, with the forward pass of training.
-    Also compute the log of the probability that remains after truncation (empty without truncation).
+    """Compute the log-probs of all completions per token, with the forward pass of training. They are in the order of
+    the collated rows. Also compute the log of the probability that remains after truncation (empty without truncation).
 
     Args:
         model: Model, wrapped as in the run.
-        batches: Batches on the model's device with a flag. The results of a batch with the flag False are dropped. Such
-            batches keep the ranks synchronized.
+        batches: Pairs of a batch on the model's device and a flag. If the flag is False, the batch only keeps ranks
+            synchronized, and its results are dropped.
         temperature: Temperature by which the logits are divided.
         chunk_size: Number of tokens per chunk of logits.
-        truncation: Truncation of the sampler.
+        truncation: Truncation of the sampler's distribution.
     """
     settings = {"temperature": temperature, "truncation": truncation, "chunk_size": chunk_size}
     logps: dict[int, list[float]] = {}
@@ -273,7 +279,7 @@ def batch_logps(
         out = forward(model, batch, **settings)
         if not counts:
             continue
-        # Copy whole tensors to the CPU, because two large copies take less time than one copy per completion.
+        # Copy whole tensors to the CPU. Two large copies take less time than one copy per completion.
         host = replace(batch, sequence=batch.sequence.cpu())
         for by_origin, values in ((logps, out.logp), (masses, out.log_mass)):
             if values is not None:
@@ -283,14 +289,14 @@ def batch_logps(
 
 
 def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
-    """Compute scores ``(S, labels)`` at the last token of each completion. Each sequence is passed separately through the
-    model's own forward method.
+    """Compute the scores ``(S, labels)`` at the last token of each completion. Each sequence is passed alone through
+    the model's own forward method.
     """
     bare: Any = unwrapped(model)
     config = causal_lm(bare).config.get_text_config()
     device, pad = next(bare.parameters()).device, config.pad_token_id
     scores = []
-    # With a pad token id, the model would not score a last token that equals the pad token.
+    # If the config has a pad token id, the model does not score a last token that equals the pad token.
     config.pad_token_id = None
     try:
         with tree_attention.uninstalled(bare):
@@ -305,8 +311,8 @@ def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
 
 
 def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
-    """Return the weight of the load-balancing loss: the option if it is set, else the architecture's own. It is 0 for models
-    without a router.
+    """Return the weight of the load-balancing loss. It is the value of the option if set, else that of the
+    architecture. For a model without a router, it is 0.
 
     Raises:
         ConfigError: A weight is set, but the model has no router.
@@ -322,8 +328,8 @@ def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
             )
         return 0.0
     coefficient = getattr(text, "router_aux_loss_coef", None) if wanted is None else wanted
-    # Disable the model's own term, which would be divided by tokens and counted once per micro-batch. This module adds the term
-    # itself.
+    # Disable the model's own load-balancing term, which is divided by tokens and counted once per micro-batch. This module adds
+    # the term itself.
     text.output_router_logits = False
     if wanted is not None:
         text.router_aux_loss_coef = wanted
@@ -331,7 +337,7 @@ def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
 
 
 def with_router_term(terms: LossTerms, aux_loss: Tensor, coefficient: float) -> LossTerms:
-    """Add the load-balancing term of a mixture of experts, averaged over passes, to the loss."""
+    """Add the load-balancing term of a mixture of experts to the loss. The term is averaged over the passes of the step."""
     term = coefficient * aux_loss[None]
     balance = LossTerms(term, torch.ones_like(term, dtype=torch.bool), "local_token")
     return replace(terms, extra=[*terms.extra, balance], metrics=terms.metrics | {"aux_loss": mean(aux_loss)})

@@ -1,4 +1,4 @@
-"""Output heads at selected positions: log-probs of tokens and scores of sequences, without full logits."""
+"""Output heads that compute log-probs of tokens or scores of sequences at selected positions, without full logits."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Names of modules in a multimodal model that belong neither to the vision tower nor to the projector.
+# Names of text modules in a multimodal model. They belong neither to the vision tower nor to the projector.
 LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
 class Float32Linear(nn.Linear):
-    """Linear layer with float32 weights that disables autocast, so that logits are not rounded to bfloat16."""
+    """Linear layer with float32 weights. It disables autocast, so that logits are not rounded to bfloat16."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(..., H)`` of any dtype to float32 ``(..., V)``."""
@@ -46,14 +46,14 @@ class Float32Linear(nn.Linear):
 def cast_head_to_fp32(model: nn.Module) -> None:
     """Replace the output layer of a causal language model with a `Float32Linear`, in place.
 
-    If the input embeddings are tied to it, their output is cast back to the original dtype of the layers.
+    If the input embeddings are tied to the output layer, the embeddings' output is cast back to the previous dtype.
 
     Args:
         model: A transformers model, not a peft wrapper around one.
 
     Raises:
-        ConfigError: The head has an adapter.
-        ModelError: The head is not a plain linear layer, e.g. because it is quantized.
+        ConfigError: The output layer has an adapter.
+        ModelError: The output layer is not a plain linear layer, e.g. because it is quantized.
 
     Reference: MiniMax-M1, arXiv:2506.13585
     """
@@ -75,30 +75,32 @@ def cast_head_to_fp32(model: nn.Module) -> None:
     wide.weight, wide.bias = head.float().weight, head.bias
     model.set_output_embeddings(wide)
     if tied:
-        embeddings.weight = wide.weight  # Tie the weights again, because ``float()`` can create a new parameter.
+        embeddings.weight = wide.weight  # ``float()`` can create a new parameter, so tie the embeddings to it again.
         if before != torch.float32:
             embeddings.register_forward_hook(lambda module, args, output: output.to(before))
 
 
-# Config fields for the factor of the logits (MULTIPLIERS) and for their softcap (CAPS).
+# Names of config fields. MULTIPLIERS: factor of the logits. CAPS: softcap of the logits.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-SCALES_UP = ("hyperclovax",)  # Models that multiply logits by ``logits_scaling``. Granite models divide by it.
-# Outputs per token that can be requested in addition to the log-prob.
+SCALES_UP = ("hyperclovax",)  # Model types that multiply logits by ``logits_scaling``. Granite models divide by it.
+# Outputs per token that can be requested together with log-probs.
 PER_TOKEN = ("entropy", "correct", "mean_logit", "collision")
 SCORE_LAYERS = ("score", "classifier", "classification_head")
 
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """Scale and softcap of an architecture's logits ``hidden @ W.T``: Gemma caps, Cohere multiplies, Granite divides."""
+    """How an architecture computes logits from ``hidden @ W.T``. For example, Gemma caps them, Cohere multiplies,
+    Granite divides.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> LogitRule:
-        """Return the rule of a model's (text) config."""
+        """Return the logit rule that a model's (text) config describes."""
         text = config.get_text_config()
         scale = 1.0
         for name in MULTIPLIERS:
@@ -109,29 +111,38 @@ class LogitRule:
         return cls(scale, next((cap for cap in caps if cap), None))
 
     def logits(self, product: Tensor) -> Tensor:
-        """Return ``cap(scale * product)`` in float32, differentiable. ``product`` is the output layer's output of any shape."""
+        """Return ``cap(scale * product)`` in float32, with gradients. ``product`` is the result of the output layer, of
+        any shape.
+        """
         scaled = product.float() * self.scale
         return self.softcap * torch.tanh(scaled / self.softcap) if self.softcap else scaled
 
 
 @dataclass(slots=True)
 class TokenHead:
-    """Outputs to compute at loss positions. It is passed through all wrappers to the patched forward method.
+    """Description of the outputs to compute at loss positions. It passes through all wrappers to the patched forward
+    method.
 
     Attributes:
         rows, columns: ``(N,)`` positions of the hidden states that predict the targets.
         targets: ``(N,)`` predicted token ids.
         temperature: Temperature by which the logits are divided.
-        truncation: Truncation of the sampler. The log of the remaining probability is returned too.
-        chunk_size: Number of positions per chunk of logits. None uses the default of `token_logprobs`.
-        expected_grad: Expected gradient, see `token_logprobs`. None if it is unknown.
-        needs: Names of additional outputs, see `posttrain.models.forward.forward`.
-        balance_over: ``(B, T)``, 1 on real tokens. If it is set, the router's load-balancing term over these tokens is returned.
-        values: Function from last hidden states ``(B, T, H)`` to values ``(M,)``, which are returned in addition to log-probs.
-        compare: Function that replaces the computation of log-probs, to compare two models without full logits. Its arguments are
-            hidden states ``(N, H)``, the output layer (None if the states are logits), its `LogitRule`, and this object.
-        inputs: Function from the model without wrappers to additional arguments of its forward method, e.g. image features.
-        total: Function that sums a tensor over all processes that have tokens of the batch. None if this process has all of them.
+        truncation: Truncation of the sampler's distribution. With truncation, the log of the remaining probability is
+            returned too.
+        chunk_size: Number of positions per chunk of logits. None: the default of `token_logprobs`.
+        expected_grad: Expected gradient of the log-probs; see `token_logprobs`. None: it is unknown.
+        needs: Names of additional outputs; see `posttrain.models.forward.forward`.
+        balance_over: ``(B, T)``, 1 for tokens over which the router's load-balancing term is computed. None: it is not
+            computed.
+        values: Function that maps the last hidden states ``(B, T, H)`` to values ``(M,)``. None: no values are
+            returned.
+        compare: Function that compares two models without full logits, instead of computing log-probs. Its arguments
+            are hidden states ``(N, H)``, the output layer (None if the states are logits), its `LogitRule`, and this
+            object.
+        inputs: Function that maps the model without wrappers to additional arguments of its forward method, e.g. image
+            features.
+        total: Function that sums a tensor over the processes that share the batch. None: this process has all of its
+            tokens.
     """
 
     rows: Tensor
@@ -151,7 +162,7 @@ class TokenHead:
 
 @dataclass(slots=True)
 class ScoreHead:
-    """Positions at which to apply a classification head, e.g. the last tokens for rewards.
+    """Positions at which a classification head is applied, e.g. the last token of each text for rewards.
 
     Attributes:
         rows, columns: ``(N,)`` positions of the hidden states.
@@ -164,7 +175,7 @@ class ScoreHead:
 
 
 def unwrapped(model: object) -> Any:
-    """Return the model or its peft wrapper, without the wrappers of parallelism (e.g. DDP) and of compilation."""
+    """Return the model, or its peft wrapper, without the wrappers of parallelism (e.g. DDP) and compilation."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         inner = getattr(model, "module", None) if inner is None else inner
@@ -174,19 +185,19 @@ def unwrapped(model: object) -> Any:
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """Return the transformers model (for any task) inside the wrappers of DDP and PEFT."""
+    """Return the transformers model (for any task) that is inside the wrappers of DDP and PEFT."""
     inner = unwrapped(model)
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 def output_layer(model: object) -> Any:
-    """Return the layer that maps hidden states to logits, or None."""
+    """Return the layer that maps hidden states to logits. Return None if there is none."""
     layer_of = getattr(model, "get_output_embeddings", None)
     return None if layer_of is None else layer_of()
 
 
 def adapters_of(model: object) -> dict[str, PeftConfig]:
-    """Return the configs of a model's adapters by name, or an empty dict."""
+    """Return the configs of a model's adapters by name. Return an empty dict if there are none."""
     return getattr(unwrapped(model), "peft_config", {})
 
 
@@ -196,7 +207,7 @@ def adapter_kind(config: PeftConfig) -> str:
 
 
 def unsaved_encoders(model: nn.Module) -> list[str]:
-    """Return the adapters whose virtual tokens are computed by an encoder that peft does not save."""
+    """Return the names of adapters whose virtual tokens are computed by an encoder that peft does not save."""
     return [
         name
         for name, config in adapters_of(model).items()
@@ -205,14 +216,16 @@ def unsaved_encoders(model: nn.Module) -> list[str]:
 
 
 def learns_prompts(model: nn.Module) -> bool:
-    """Return whether an enabled peft wrapper prepends virtual tokens to every row and accepts only 2-D masks."""
+    """Return whether an active peft wrapper prepends virtual tokens to every row. Such a wrapper accepts only 2-D masks."""
     bare = unwrapped(model)
     config = getattr(bare, "active_peft_config", None)
     return config is not None and config.is_prompt_learning and not bare._adapters_disabled
 
 
 def virtual_tokens(model: nn.Module) -> int:
-    """Return the number of columns that prompt tuning prepends. It is 0 for prefix tuning, which uses the key-value cache."""
+    """Return the number of columns that prompt tuning prepends. It is 0 for prefix tuning, which stores them in the
+    key-value cache.
+    """
     if not learns_prompts(model):
         return 0
     config: Any = unwrapped(model).active_peft_config
@@ -221,7 +234,9 @@ def virtual_tokens(model: nn.Module) -> int:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run in eval mode without gradients, then restore each module's mode. Eval mode disables checkpointing."""
+    """Run in eval mode without gradients inside the context, and restore each module's mode on exit. Eval mode disables
+    checkpointing.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -233,21 +248,24 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def trunk(inner: nn.Module) -> Any:
-    """Return the layers below a model's head. Llama 4's text model has no module with the name in ``base_model_prefix``."""
+    """Return the model without its head. In Llama 4's text model, the name in ``base_model_prefix`` does not exist."""
     return inner.base_model if inner.base_model is not inner else inner.model
 
 
 def install_token_head(model: nn.Module) -> None:
-    """Patch a model's forward to accept ``token_head`` (a `TokenHead` or `ScoreHead`). Calls without it do not change.
+    """Patch a model's forward method to accept ``token_head`` (a `TokenHead` or `ScoreHead`). Calls without this
+    argument do not change.
 
-    The model's layers then also save less for the backward pass (`keep_inputs_only`). Because the forward method is patched, the
-    wrappers of DDP, FSDP, DeepSpeed, autocast and PEFT run one ordinary forward call. Repeated calls have no effect.
+    Also make the layers save less for the backward pass (`keep_inputs_only`). Patching the forward method has an
+    advantage: the wrappers of DDP, FSDP, DeepSpeed, autocast and PEFT run one ordinary forward call. Repeated calls of
+    this function have no effect.
     """
     inner: Any = causal_lm(model)
     owner = _owner_of(inner.forward)
     if owner is inner:
         return
-    # In a copied model, the forward method may be wrapped in a function that runs the layers of the original model. Remove it.
+    # In a copied model, the forward method may still be wrapped in a function that runs the layers of the original model.
+    # Remove that function.
     if owner is not None:
         del inner.forward
         vars(inner).pop("_original_forward", None)
@@ -263,7 +281,7 @@ def install_token_head(model: nn.Module) -> None:
             kwargs |= token_head.inputs(inner)
         masks = kwargs.get("attention_mask")
         if isinstance(masks, dict) and inner.config.model_type == "paligemma":
-            # PaliGemma's forward method accepts only one mask. For PaliGemma 2, a hook passes one mask per layer type to the
+            # PaliGemma's forward method accepts one mask only. For PaliGemma 2, a hook passes one mask per layer type to the
             # text model.
             kwargs["attention_mask"] = masks["full_attention"]
             with inner.model.language_model.register_forward_pre_hook(
@@ -273,15 +291,16 @@ def install_token_head(model: nn.Module) -> None:
         return _head_forward(inner, inner.headless_forward, token_head, *args, **kwargs)
 
     vars(forward)["takes_token_head"] = True
-    # Use a bound method. A deep copy of the model binds it to the copy, even if accelerate has wrapped it. Any other callable
-    # would be wrapped in a function that runs the layers of the original model.
+    # Use a bound method. A deep copy of the model then has a method that is bound to the copy, even if accelerate has wrapped
+    # it. Any other callable would still run the layers of the original model.
     inner.forward = MethodType(forward, inner)
 
 
 def _cap_scores(inner: nn.Module) -> None:
     """Use eager attention instead of sdpa for models with bounded attention scores (Gemma 2).
 
-    sdpa cannot bound scores. transformers 5.17 to 5.19 nevertheless use it for these models by default. Newer versions use eager.
+    sdpa does not support a cap on scores. transformers 5.17 to 5.19 use it for these models by default nevertheless.
+    Newer versions use eager.
     """
     text = text_of(config_of(inner))
     cap = getattr(text, "attn_logit_softcapping", None)
@@ -292,10 +311,11 @@ def _cap_scores(inner: nn.Module) -> None:
 
 
 def _owner_of(forward: Any) -> Any:
-    """Return the model that owns ``forward``, also inside accelerate's wrappers. None if it does not accept ``token_head``.
+    """Return the model to which ``forward`` belongs, even inside accelerate's wrappers. Return None if it does not
+    accept ``token_head``.
 
-    accelerate wraps the forward method of a prepared model in autocast and keeps only ``__wrapped__``. If the wrapper were
-    patched again, the head would be called outside of autocast, so a bfloat16 run would compute it in float32.
+    accelerate wraps the forward method of a prepared model in autocast and keeps only ``__wrapped__``. If this wrapper
+    were patched again, the head would run outside autocast, and a bfloat16 run would compute it in float32.
     """
     owner, takes_head = None, False
     while forward is not None:
@@ -308,7 +328,7 @@ def _owner_of(forward: Any) -> Any:
 def _head_forward(
     inner: nn.Module, original: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs: Any
 ) -> dict[str, Tensor]:
-    """Run the model and apply the head to the last hidden states, or to logits that are not ``cap(scale * h W^T)``."""
+    """Run the model. Apply the head to its last hidden states, or to its logits if they are not ``cap(scale * h W^T)``."""
     kwargs.pop("labels", None)
     own = isinstance(head, TokenHead) and bool(inner.__dict__.get("own_logits"))
     if own and head.values is not None:
@@ -331,12 +351,12 @@ def _head_forward(
 
 
 def score_layer(inner: nn.Module) -> Any:
-    """Return the model's classification head, or None. `SCORE_LAYERS` lists its names in known architectures."""
+    """Return the model's classification head, or None. `SCORE_LAYERS` lists the names of this layer in known architectures."""
     return next((layer for name in SCORE_LAYERS if (layer := getattr(inner, name, None)) is not None), None)
 
 
 def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: list[int]) -> Any:
-    """Return a copy of an adapter config that also trains the embeddings of added tokens."""
+    """Return a copy of an adapter config with which the embeddings of added tokens are trained too."""
     if peft_config is None or not added or peft_config.is_prompt_learning:
         return peft_config
     config = copy.deepcopy(peft_config)
@@ -366,7 +386,9 @@ def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: li
 
 
 def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
-    """Return a copy of an adapter config that also trains and saves the classifier's head, which is randomly initialized."""
+    """Return a copy of an adapter config with which the classifier's head is trained and saved too. The head is
+    randomly initialized.
+    """
     if peft_config is None or not hasattr(peft_config, "modules_to_save"):
         return peft_config
     layer = score_layer(model)
@@ -377,7 +399,7 @@ def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
         )
     config = copy.deepcopy(peft_config)
     if config.task_type == "CAUSAL_LM":
-        # CAUSAL_LM is the default of the command line. With it, peft would expect a language-model head.
+        # The command line's default is CAUSAL_LM, with which peft would expect a language-model head.
         config.task_type = None
     if config.task_type is None and name not in (config.modules_to_save or []):
         logger.info("the head %r is trained and saved in full with the adapter.", name)
@@ -386,13 +408,15 @@ def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
 
 
 def score(inner: nn.Module, hidden: Tensor) -> Tensor:
-    """Map hidden states ``(N, H)`` to float32 scores ``(N, labels)``."""
+    """Apply the classification head to hidden states ``(N, H)``. Return float32 scores ``(N, labels)``."""
     dropout = getattr(inner, "dropout", None)
     return score_layer(inner)(dropout(hidden) if isinstance(dropout, nn.Module) else hidden).float()
 
 
 def is_one_matrix(layer: nn.Module) -> bool:
-    """Return whether an output layer is a plain linear layer without an adapter or hooks (except sharding hooks)."""
+    """Return whether an output layer is a plain linear layer. It must have no adapter, and no hooks except those of
+    sharding.
+    """
     return type(layer) in (nn.Linear, Float32Linear) and _unhooked(layer)
 
 
@@ -402,7 +426,7 @@ def _unhooked(layer: nn.Module) -> bool:
 
 
 def _in_force(layer: Any) -> Any:
-    """Return the output layer in use. peft wraps a head that is trained in full or for some tokens."""
+    """Return the layer that computes the output. peft wraps an output layer that is trained in full or for some tokens."""
     if not hasattr(layer, "original_module"):
         return layer
     if layer.disable_adapters:
@@ -413,7 +437,8 @@ def _in_force(layer: Any) -> Any:
     base = layer.original_module
     if not (is_one_matrix(base) and _unhooked(layer)):
         return layer
-    # A tied head stores its trained rows separately. Its property ``weight`` inserts them into the matrix.
+    # If the output layer is tied, peft stores its trained rows separately. Its property ``weight`` inserts them into the
+    # matrix.
     joined = type(base)(1, 1, bias=False, device="meta")
     del joined.weight
     joined.weight, joined.bias = layer.weight, base.bias
@@ -421,13 +446,13 @@ def _in_force(layer: Any) -> Any:
 
 
 def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
-    """Return log-probs of the targets under the model's output layer, and the additional outputs in ``head.needs``."""
+    """Return the log-probs of the targets, and the additional outputs in ``head.needs``, with the model's output layer."""
     layer = _in_force(inner.get_output_embeddings())
     rule = LogitRule.of(inner.config)
     if head.compare is not None:
         return head.compare(hidden, layer, rule, head)
     if is_one_matrix(layer) and "logits" not in head.needs:
-        # Disable autocast for a float32 head, so that it stays in float32.
+        # Disable autocast for a float32 output layer. Otherwise it would not compute in float32.
         wide = torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext()
         with wide:
             out = token_logprobs(
@@ -446,8 +471,8 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
             )
         fields = {name: getattr(out, name) for name in ("logp", "log_mass", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
-    # Slow path for output layers that are not a plain matrix (because of an adapter or a hook), and for losses that need all
-    # logits.
+    # Slow path, which computes all logits. It is for output layers that are not a plain matrix (because of an adapter or a
+    # hook), and for losses that need all logits.
     if type(layer) in (nn.Linear, Float32Linear) and not is_one_matrix(layer):
         warn_once(
             logger, "the output layer has hooks, so all logits of a pass are computed at once, which needs more memory."
@@ -456,7 +481,7 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
 
 
 def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
-    """Return log-probs and the additional outputs in ``head.needs`` from ``(N, V)`` logits."""
+    """Return log-probs and the additional outputs in ``head.needs`` from the full ``(N, V)`` logits."""
     raw, logits = logits, logits / head.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     result = {"logp": logprobs.gather(-1, head.targets[:, None]).squeeze(-1)}
@@ -481,8 +506,8 @@ def _balance(
 ) -> Tensor:
     """Return the unscaled load-balancing term ``E sum_e f_e P_e`` over the real tokens of all layers.
 
-    ``f_e`` is the number of assignments to expert e per token, and ``P_e`` is its mean probability. For perfect balance, the term
-    is equal to top-k. It is 0 if no layer has a router.
+    ``f_e`` is the number of times that a token is assigned to expert e, on average. ``P_e`` is the mean probability of
+    expert e. With perfect balance, the term equals top-k. If no layer has a router, it is 0.
 
     Raises:
         ModelError: The installed version of transformers does not return router logits for this model.
@@ -498,13 +523,13 @@ def _balance(
             "loss cannot be computed. Fix: set router_aux_loss_coef=0, or update transformers."
         )
     top_k = experts_per_token(text) or 2
-    if not router_logits:  # The loss is 0, because the model has only dense layers.
+    if not router_logits:  # The model has only dense layers, so the term is 0.
         return torch.zeros((), device=real.device)
     kept = real.flatten().bool()
     layers = [logits.reshape(-1, logits.shape[-1])[kept] for logits in router_logits]
     probabilities = torch.cat(layers).float().softmax(-1)  # (layers N, E)
     chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
-    # Sum over all processes, because both factors of the product are means over the tokens of all processes.
+    # Sum over processes before multiplying, because both factors of the product are means over the tokens of all processes.
     if total is not None:
         sums = total(torch.stack([chosen.sum(0), probabilities.sum(0), torch.ones_like(chosen).sum(0)]))  # (3, E)
         return probabilities.shape[1] * (sums[0] * sums[1] / sums[2] ** 2).sum()
@@ -512,19 +537,19 @@ def _balance(
 
 
 def has_tower(model: nn.Module) -> bool:
-    """Return whether a model encodes images."""
+    """Return whether a model has a vision tower."""
     return _encodes_images(causal_lm(model))
 
 
 def _encodes_images(module: Any) -> bool:
-    # Mllama encodes images, but uses cross-attention and has no get_image_features.
+    # Mllama has a vision tower, but no get_image_features, because it uses cross-attention.
     inner = getattr(module, "model", module)
     beside = hasattr(inner, "vision_model") and hasattr(inner, "multi_modal_projector")
     return beside or any(hasattr(holder, "get_image_features") for holder in (module, inner))
 
 
 def text_modules(model: nn.Module) -> list[nn.Module]:
-    """Return all modules of a causal language model except the vision tower and its projector."""
+    """Return all modules of a causal language model except those of the vision tower and its projector."""
     named = dict(model.named_modules())
     if not has_tower(model):
         return list(named.values())
@@ -533,7 +558,7 @@ def text_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def rename_attention(model: nn.Module, name: Callable[[str], str]) -> list[tuple[Any, str]]:
-    """Rename the attention backend in the configs of a model's text layers. Return each config with its former name."""
+    """Rename the attention backend in the configs of a model's text layers. Return each config and its previous name."""
     configs = {id(config): config for config in map(config_of, text_modules(model))}
     named = [one for one in configs.values() if hasattr(one, "_attn_implementation_internal")]
     former = [(config, config._attn_implementation_internal) for config in named]
@@ -544,7 +569,9 @@ def rename_attention(model: nn.Module, name: Callable[[str], str]) -> list[tuple
 
 @contextmanager
 def attention_renamed(model: nn.Module, name: Callable[[str], str]) -> Iterator[None]:
-    """Rename the attention backend in the configs of a model's text layers, then restore the names."""
+    """Rename the attention backend in the configs of a model's text layers inside the context, and restore the names on
+    exit.
+    """
     former = rename_attention(model, name)
     try:
         yield
@@ -554,11 +581,11 @@ def attention_renamed(model: nn.Module, name: Callable[[str], str]) -> Iterator[
 
 
 def placeholder_of(model: nn.Module) -> int | None:
-    """Return the id of image placeholder tokens, or None if the model was not prepared for images."""
+    """Return the id of the image placeholder token. Return None if the model was not prepared for images."""
     encoder = picture_encoder(model)
     return None if encoder is None else encoder.processor.token_id
 
 
 def picture_encoder(model: nn.Module) -> Any:
-    """Return the encoder that `posttrain.models.vision.install_pictures` set on the model, or None."""
+    """Return the image encoder that `posttrain.models.vision.install_pictures` added to the model, or None."""
     return causal_lm(model).__dict__.get("picture_encoder")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """``silu(gate) * up``. Autograd would also save ``silu(gate)``."""
+    """Compute ``silu(gate) * up`` and save only the two inputs. Autograd would also save ``silu(gate)``."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
@@ -31,7 +31,9 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _SwiGLUDown(torch.autograd.Function):
-    """``(silu(gate) * up) W^T + b``. Autograd would also save the input of the product, which is as wide as gate and up."""
+    """Compute ``(silu(gate) * up) W^T + b`` without saving the input of the product. Autograd would save it; it is as
+    wide as gate and up.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -54,7 +56,8 @@ class _SwiGLUDown(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """``w * cast(x r)`` with ``r = (mean x^2 + eps)^(-1/2)`` in float32. Autograd would save ``cast(x r)`` in addition to x.
+    """Compute ``w * cast(x r)`` with ``r = (mean x^2 + eps)^(-1/2)`` in float32. Autograd would also save ``cast(x
+    r)``.
 
     With ``n = x r`` and ``d = g w``:  ``dx = r (d - n mean(d n))``,  ``dw = sum g n``.
     """
@@ -80,7 +83,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _LeanMLP:
-    """Forward of Llama-style feed-forward layers."""
+    """Forward method of Llama-style MLP layers."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -92,7 +95,7 @@ class _LeanMLP:
 
 
 class _LeanNorm:
-    """Forward of Llama-style RMSNorm layers."""
+    """Forward method of Llama-style RMSNorm layers."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -108,20 +111,21 @@ def plain(module: nn.Module) -> bool:
 
 
 def _own_forward(module: nn.Module) -> Any:
-    """Return the function that was set as forward on the module itself, or None if the forward method of the class is used."""
+    """Return the forward method that was set on the module itself. Return None if the module uses its class's method."""
     forward = vars(module).get("forward")
     function = forward.__func__ if isinstance(forward, MethodType) else forward
     return None if function is type(module).forward else function
 
 
 def keep_inputs_only(model: nn.Module) -> int:
-    """Make Llama-style MLP and norm layers save less for the backward pass. Return the number of changed layers.
+    """Make Llama-style MLP and norm layers save fewer activations for the backward pass. Return the number of changed
+    layers.
 
-    A layer of width H and MLP width I saves ``2 H + 2 I`` fewer numbers per token (of about ``13 H + 4 I``). They are recomputed
-    from the inputs by elementwise operations, without matrix products. Outputs are bit-identical. Every class is first compared
-    on random inputs. Classes with other outputs, and layers whose forward method was replaced, are not changed. A changed layer
-    gets its own ``forward``. Hooks, adapters and copies work as before. Pickling (`torch.save(model)`) restores the forward
-    method of the class.
+    A layer of width H and MLP width I saves ``2 H + 2 I`` fewer numbers per token (of about ``13 H + 4 I``). They are
+    recomputed from the inputs by elementwise operations, without matrix products. Outputs are bit-identical. Each class
+    of layers is first compared on random inputs. A class with other outputs is not changed, and neither is a layer
+    whose forward method was replaced. A changed layer gets its own ``forward``. Hooks, adapters and copies work as
+    before. Pickling (`torch.save(model)`) restores the forward method of the class.
     """
     changed = 0
     for module in model.modules():
@@ -134,12 +138,14 @@ def keep_inputs_only(model: nn.Module) -> int:
 
 @functools.cache
 def _lean_forward(kind: type, activation: type) -> Callable | None:
-    """Return the forward function that saves less for layers of a class, or None if the class computes something else."""
+    """Return a forward function that saves fewer activations, for layers of a class. Return None if the class computes
+    something else.
+    """
     lean = _LeanMLP if kind.__name__.endswith("MLP") else _LeanNorm if kind.__name__.endswith("RMSNorm") else None
     if lean is None or not kind.__module__.startswith("transformers.models."):
         return None
     try:
-        # Fork the random state, so that the run's state does not change and all callers get the same result.
+        # Fork the random state, so that the run's random state does not change and every caller gets the same result.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False):
             torch.manual_seed(0)
             parts: dict[str, Any] = {"weight": nn.Parameter(torch.randn(6)), "variance_epsilon": 1e-5}
@@ -147,13 +153,13 @@ def _lean_forward(kind: type, activation: type) -> Callable | None:
                 parts = {name: nn.Linear(6, 6) for name in ("gate_proj", "up_proj", "down_proj")}
                 parts["act_fn"] = activation()
             same = all(_agree(kind, lean.forward, parts, dtype) for dtype in (torch.float32, torch.bfloat16))
-    except Exception:  # Layers with other submodules or arguments are different types of layers.
+    except Exception:  # A layer with other submodules or arguments is of another type.
         return None
     return lean.forward if same else None
 
 
 def _agree(kind: type, lean: Callable, parts: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Return whether a small layer of a class gives the same results with the lean forward function."""
+    """Return whether a small layer of this class and the new forward function give the same results."""
     layer: Any = kind.__new__(kind)
     nn.Module.__init__(layer)
     for name, part in parts.items():

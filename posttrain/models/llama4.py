@@ -1,7 +1,8 @@
-"""Properties of Llama 4's attention layers that they do not pass to attention functions: chunk size and scale by position.
+"""Properties of Llama 4's attention layers that attention functions do not receive: the chunk size and the scale by
+position.
 
-`chunk_of` returns the size of chunks, `tempered` corrects the scale of queries, and `placed` does both. Only layers of
-`MODEL_TYPE` call these functions.
+`chunk_of` returns the chunk size, `tempered` corrects the scale of queries, and `placed` does both. These functions are
+only called for layers of `MODEL_TYPE`.
 """
 
 from __future__ import annotations
@@ -17,25 +18,30 @@ MODEL_TYPE = "llama4_text"
 
 
 def placed(module: Any, query: Tensor, positions: Tensor) -> tuple[Tensor, int | None]:
-    """Return queries ``(B, heads, T, d)``, scaled for their positions ``(B, T)``, and the size of chunks or None."""
+    """Return queries ``(B, heads, T, d)`` that are scaled for their positions ``(B, T)``. Also return the chunk size,
+    or None.
+    """
     return tempered(module, query, positions) if has_temperature(module) else query, chunk_of(module)
 
 
 def chunk_of(module: Any) -> int | None:
-    """Return the size of the chunks of positions within which a layer attends, or None if attention is not chunked."""
+    """Return the chunk size of a layer. A token attends only to positions of its own chunk. Return None if there are no
+    chunks.
+    """
     chunked = "chunked_attention" in layer_kinds(module.config)[module.layer_idx :][:1]
     return module.config.attention_chunk_size if chunked else None
 
 
 def has_temperature(module: Any) -> bool:
-    """Return whether an attention layer scales its queries by their positions."""
+    """Return whether an attention layer scales queries by their positions."""
     return module.attn_temperature_tuning and not module.use_rope
 
 
 def tempered(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Correct the scale of queries ``(B, heads, T, d)`` for their positions ``(B, T)``.
+    """Correct the scale of queries ``(B, heads, T, d)``, so that it depends on their positions ``(B, T)``.
 
-    Without a cache, a layer with `has_temperature` uses columns instead of positions.
+    Without a cache, a layer with `has_temperature` computes the scale from columns, which differ from positions in
+    packed rows.
     """
 
     def factor(places: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Log-probabilities of selected tokens from hidden states, computed in chunks of logits.
+"""Log-probs of selected tokens, computed from hidden states in chunks of logits.
 
-The full ``(N, V)`` logits are never allocated. The forward pass saves two numbers per token, and the backward pass recomputes
-each chunk. For any loss on the log-probs, the peak memory is O(chunk * V) instead of O(N * V). Each chunk is computed only once
-if the gradient of its log-probs is known when its logits exist, or if only hidden states need a gradient. The forward pass then
-computes the gradients too.
+The full ``(N, V)`` logits are never allocated. The forward pass saves two numbers per token, and the backward pass
+computes each chunk of logits again. For any loss on the log-probs, the peak memory is O(chunk * V) instead of O(N * V).
+A chunk is computed only once in two cases: the gradient of its log-probs is known before the backward pass, or only
+hidden states need a gradient. The forward pass then also computes the gradients.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from posttrain.types import WHOLE, TokenLoss, Truncation
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-# Number of bytes of float32 logits per chunk. On 2 cores with a vocabulary of 49k, 64 MiB is no faster than 24 MiB, and 16 MiB
-# or less is slower.
+# Number of bytes of float32 logits per chunk. Measured on 2 cores with a vocabulary of 49k: 64 MiB is no faster than 24 MiB,
+# and 16 MiB or less is slower.
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
 # LEAST_POSITIONS: minimum number of positions per chunk. With a vocabulary of 152k, 24 MiB hold 41 positions, which take 1.4
-# times as long as 128 positions. REPACKED: minimum number of elements of a weight for which oneDNN's products are used, because
-# they need 1 to 2 ms of setup for each new number of rows.
+# times as long per position as a chunk of 128. REPACKED: minimum number of elements of a weight for which oneDNN's products are
+# used. They need 1 to 2 ms of setup for each new number of rows.
 LEAST_POSITIONS, REPACKED = 128, 2**20
-# Whether this build of torch has oneDNN's matrix products for linear layers, as builds for x86 do.
+# Whether this build of torch has oneDNN's matrix products for linear layers. Builds for x86 have them.
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 NUMBERS = ("entropy", "mean_logit", "collision")
-# Maximum deviation from the expected gradient, as a fraction of the largest gradient of a log-prob.
+# Maximum deviation from the expected gradient, as a fraction of the largest gradient of any log-prob.
 MOST_ERROR = 1e-6
 
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Per-token results, ``(N,)`` each. All except ``logp`` are None unless requested."""
+    """Results per token, ``(N,)`` each. Except for ``logp``, a result is None if it was not requested."""
 
     logp: Tensor
     entropy: Tensor | None = None
@@ -52,7 +52,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Map from ``hidden @ W.T + b`` to the logits of the softmax: scale, softcap and temperature, in this order."""
+    """How logits are computed from ``hidden @ W.T + b``: scale, softcap and division by the temperature, in this order."""
 
     scale: float
     softcap: float | None
@@ -60,7 +60,9 @@ class _Rule:
     chunk: int
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the logits divided by the temperature, in at least float32, and the softcap's ``tanh`` for the backward pass."""
+        """Return the logits divided by the temperature, in at least float32. Also return the softcap's ``tanh`` for the
+        backward pass.
+        """
         x = output_product(hidden, weight, bias)
         x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         if self.scale != 1.0:
@@ -74,7 +76,7 @@ class _Rule:
         return x, bent
 
     def through(self, grad: Tensor, bent: Tensor | None) -> Tensor:
-        """Convert the gradient of the logits to the gradient of ``hidden @ W.T + b``, in place."""
+        """Convert the gradient of the logits to the gradient of ``hidden @ W.T + b``. The input is overwritten."""
         factor = self.scale / self.temperature
         if bent is not None:
             grad = grad.mul_(1.0 - bent.square_())
@@ -84,8 +86,8 @@ class _Rule:
 def output_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``hidden @ weight.T + bias`` for a few rows of ``hidden`` and many rows of ``weight``, without gradient.
 
-    In float32 on an x86 CPU, oneDNN's product is used: for 128 rows and vocabularies of 49k to 152k it takes 0.4 to 0.6 times the
-    time of `F.linear`, which repacks the weight for each chunk (AVX2, 2 cores).
+    In float32 on an x86 CPU, oneDNN's product is used. For 128 rows and vocabularies of 49k to 152k, it takes 0.4 to
+    0.6 times as long as `F.linear`, which repacks the weight for each chunk (AVX2, 2 cores).
     """
     if hidden.dtype == torch.float32 and hidden.device.type == "cpu" and HAS_ONEDNN and weight.numel() >= REPACKED:
         return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
@@ -93,13 +95,13 @@ def output_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 class _HeadGradients:
-    """Accumulator of the gradients of ``z = h W^T + b``, one chunk of positions at a time.
+    """Accumulates the gradients of ``z = h W^T + b`` from chunks of positions.
 
     Args:
         hidden: ``(N, H)`` hidden states.
         weight: ``(V, H)`` output layer.
         bias: ``(V,)`` or None.
-        needed: Flags for hidden, weight and bias: True if it needs a gradient.
+        needed: For hidden, weight and bias: whether it needs a gradient.
         wide: Dtype in which the gradients of weight and bias are summed.
     """
 
@@ -113,7 +115,7 @@ class _HeadGradients:
         self.bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if need_bias and bias is not None else None
 
     def add(self, part: slice, dz: Tensor) -> None:
-        """Add the gradient ``dz``, ``(n, V)``, of the positions ``part``. Each position is added once."""
+        """Add the gradient ``dz``, ``(n, V)``, of the positions ``part``. Each position may be added once."""
         hidden, weight = self.inputs
         dz = dz.to(weight.dtype)
         if self.hidden is not None:
@@ -124,12 +126,14 @@ class _HeadGradients:
             self.bias += dz.sum(0, dtype=self.wide)
 
     def skip(self, part: slice) -> None:
-        """Set the gradient of the positions ``part`` to 0."""
+        """Record that the gradient of the positions ``part`` is 0."""
         if self.hidden is not None:
             self.hidden[part] = 0.0
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of hidden states, weight and bias, in the weight's dtype. Each is None if not needed."""
+        """Return the gradients of hidden states, weight and bias, in the weight's dtype. A gradient that is not needed
+        is None.
+        """
         dtype = self.inputs[1].dtype
         return (
             self.hidden,
@@ -139,13 +143,14 @@ class _HeadGradients:
 
 
 class _Ahead:
-    """Gradients that the forward pass computes from its chunks of logits, if the gradient of the log-probs can be predicted.
+    """Gradients that the forward pass computes from its chunks of logits. This is possible if the gradient of the
+    log-probs is known in advance.
 
     Args:
-        expected: Gradient of the log-probs, see `token_logprobs`. None if only hidden states need a gradient: the
-            gradient of each hidden state is then a vector times the gradient of its own log-prob.
+        expected: Expected gradient of the log-probs; see `token_logprobs`. None: only hidden states need a gradient.
+            The gradient of a hidden state is then a vector times the gradient of its own log-prob.
         sums: Accumulator of the gradients.
-        logp: ``(N,)`` log-probs, which forward fills chunk by chunk.
+        logp: ``(N,)`` log-probs, which the forward pass fills chunk by chunk.
     """
 
     def __init__(self, expected: Tensor | TokenLoss | None, sums: _HeadGradients, logp: Tensor) -> None:
@@ -153,11 +158,11 @@ class _Ahead:
         self.grad = expected.to(logp.dtype) if isinstance(expected, Tensor) else torch.ones_like(logp)
 
     def add(self, part: slice, e: Tensor, z: Tensor, targets: Tensor, bent: Tensor | None, rule: _Rule) -> None:
-        """Add a chunk with softmax ``e / z`` of shapes ``(n, V)`` and ``(n,)``. ``e`` is overwritten."""
+        """Add a chunk whose softmax is ``e / z``, with shapes ``(n, V)`` and ``(n,)``. ``e`` is overwritten."""
         if isinstance(self.expected, TokenLoss):
             self.grad[part] = self.expected[part].gradient(self.logp[part])
         g = self.grad[part]
-        # The gradient is zero, for example because all rewards of a group are equal.
+        # All gradients of this chunk are 0, for example because all rewards of a group are equal.
         if self.expected is not None and not bool(g.any()):
             self.sums.skip(part)
             return
@@ -166,7 +171,9 @@ class _Ahead:
         self.sums.add(part, rule.through(dx, bent))
 
     def scaled(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-        """Return the gradients for the actual ``(N,)`` gradient, or None if it is not a multiple of the expected gradient."""
+        """Return the gradients for the actual gradient ``(N,)`` of the log-probs. Return None if it is not a multiple
+        of the expected gradient.
+        """
         hidden, weight, bias = self.sums.gradients()
         if self.expected is None:
             assert hidden is not None
@@ -174,7 +181,7 @@ class _Ahead:
         largest = self.grad.abs().argmax()
         factor = grad[largest] / self.grad[largest] if self.grad[largest] else grad.new_ones(())
         error = (grad - factor * self.grad).abs().max()
-        # This negated comparison is also true for NaN and infinite gradients.
+        # The comparison is negated, so that it also detects NaN and infinite gradients.
         if not error <= MOST_ERROR * grad.abs().max() < math.inf:
             return None
         if factor != 1.0:
@@ -184,7 +191,9 @@ class _Ahead:
 
 @dataclass(frozen=True, slots=True)
 class _LogprobRequest:
-    """Request of `token_logprobs`. With ``once``, the forward pass computes gradients for ``expected`` (see `_Ahead`)."""
+    """Autograd function of `token_logprobs`. With ``once``, the forward pass also computes the gradients for
+    ``expected``; see `_Ahead`.
+    """
 
     rule: _Rule
     wants: frozenset[str]
@@ -220,7 +229,7 @@ class _TokenLogprobs(torch.autograd.Function):
             chosen = x.gather(1, targets[part, None]).squeeze(1)
             if "correct" in wants and weight.element_size() < 4:
                 # In half precision, several logits are often equal. Only the first of them counts as the most likely token.
-                # Finding it takes as long as computing an exponential.
+                # Finding it takes as long as an exponential.
                 top, first = x.max(1)
                 correct[part] = first == targets[part]
             else:
@@ -254,7 +263,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         rule: _Rule = ctx.rule
-        # Drop this reference. Otherwise autograd would copy the gradients.
+        # Delete this reference. Autograd would otherwise copy the gradients.
         ahead, ctx.ahead = ctx.ahead, None
         if ahead is not None:
             gradients = ahead.scaled(grad_logp)
@@ -270,7 +279,7 @@ class _TokenLogprobs(torch.autograd.Function):
             g = grad_logp[part]
             lp = x.sub_(log_z[part, None])
             if through_entropy:
-                # The gradients are: d logp_y / dx_v = [v = y] - p_v and d H / dx_v = -p_v (log p_v + H).
+                # Gradients: d logp_y / dx_v = [v = y] - p_v, and d H / dx_v = -p_v (log p_v + H).
                 slope = (lp + entropy[part, None]).mul_(grad_entropy[part, None]).add_(g[:, None]).neg_()
                 dx = slope.mul_(lp.exp_())
             else:
@@ -283,7 +292,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _prepared(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Return the operands in one dtype (autocast's if enabled) and the number of positions per chunk."""
+    """Return the operands in one dtype (that of autocast if it is enabled), and the number of positions per chunk."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -320,20 +329,22 @@ def token_logprobs(
         weight: ``(V, H)`` output layer. It gets a gradient if it requires one.
         targets: ``(N,)`` int64 token ids.
         bias: ``(V,)`` or None.
-        logit_scale: Factor of the logits (used by Cohere; the inverse of Granite's ``logits_scaling``).
+        logit_scale: Factor of the logits. Cohere has this factor. For Granite, it is the inverse of ``logits_scaling``.
         softcap: Cap ``c`` in ``c tanh(x / c)`` (Gemma 2).
         temperature: Temperature by which the logits are divided, above 0.
-        truncation: Truncation of the sampler. If it excludes tokens, the log of the remaining probability is returned too,
-            without gradient. See `posttrain.losses.truncation`.
-        chunk_size: Positions per chunk. None selects 24 MiB of logits on a CPU and 64 MiB elsewhere, but at least 128 positions.
-        expected_grad: ``(N,)`` gradient that the log-probs will receive, up to a constant factor, if it is known. Or a
-            `TokenLoss` of the N tokens. The gradients of hidden states and output layer are then computed in the forward
-            pass. The backward pass recomputes them if the actual gradient differs. Used only on a CPU, because the
-            comparison would synchronize with other devices.
+        truncation: Truncation of the sampler's distribution. If it excludes tokens, the log of the remaining
+            probability is returned too, without gradient. See `posttrain.losses.truncation`.
+        chunk_size: Number of positions per chunk. None: as many as fit into 24 MiB of logits on a CPU or 64 MiB
+            elsewhere, but at least 128.
+        expected_grad: ``(N,)`` gradient that the log-probs will receive, up to a constant factor, or a `TokenLoss` of
+            the N tokens. With it, the forward pass computes the gradients of hidden states and output layer. If the
+            actual gradient differs, the backward pass computes them again. It is used only on a CPU, because the
+            comparison would wait for other devices.
         need_entropy: Whether to return the entropy in nats, at ``temperature``.
-        entropy_grad: Whether to return the entropy with gradient.
-        need_correct: Whether to return if the target was the most likely token.
-        need_mean_logit: Whether to return the mean of the logits over the vocabulary before ``temperature``, without gradient.
+        entropy_grad: Whether to return the entropy with a gradient.
+        need_correct: Whether to return if the target is the most likely token.
+        need_mean_logit: Whether to return the mean logit over the vocabulary, before division by ``temperature`` and
+            without gradient.
         need_collision: Whether to return ``log sum_v p_v^2`` at ``temperature``, without gradient.
 
     Returns:
@@ -354,7 +365,7 @@ def token_logprobs(
     wants = frozenset(name for name, want in asked.items() if want)
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     known = len(targets) > 0 and (frozen or (expected_grad is not None and hidden.device.type == "cpu"))
-    # Exclude float16, in which small probabilities would underflow without gradient scaling.
+    # Exclude float16. Without gradient scaling, small probabilities would underflow in it.
     once = (
         known
         and torch.is_grad_enabled()
@@ -418,15 +429,16 @@ def chunked_rows(
     softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Compute ``(N, K)`` values from each position's logits, in chunks of logits in both forward and backward.
+    """Compute ``(N, K)`` values from the logits of each position. Both forward and backward pass compute them in chunks
+    of logits.
 
     Args:
         hidden: ``(N, H)`` hidden states.
         weight: ``(V, H)`` output layer.
         bias: ``(V,)`` or None.
-        measure: Function from float32 logits ``(n, V)`` and the slice of their positions to ``(n, K)`` values. It is called again
-            in the backward pass, with gradients enabled.
-        columns: Number of differentiable values. These are the first ``columns`` of the K values.
+        measure: Function that maps float32 logits ``(n, V)``, and the slice of their positions, to values ``(n, K)``.
+            It is called again in the backward pass, with gradients enabled.
+        columns: Number of values that have a gradient. They are the first of the K values.
         logit_scale: Same as in `token_logprobs`.
         softcap: Same as in `token_logprobs`.
         chunk_size: Same as in `token_logprobs`.

@@ -1,4 +1,4 @@
-"""Memory and FLOPs of a training step: activation checkpointing and offloading, available memory, MFU."""
+"""Memory and FLOPs of a training step: activation checkpointing, offloading, available memory, and MFU."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ logger = logging.getLogger(__name__)
 def layers_to_keep(model: nn.Module) -> int:
     """Return the number of layers whose activations fit into the memory that chunked logits save.
 
-    It is ``k = floor(2 V / a)``, both in elements per token. Full logits and their gradient would need 2 V elements, which the
-    chunked head never allocates. A layer without checkpointing saves about twice the outputs of its linear layers,
-    ``a = 2 sum(out_features)``: these outputs, and the normalized, activated and summed tensors between them.
+    The number is ``k = floor(2 V / a)``, where both are elements per token. Full logits and their gradient would need 2
+    V elements, which the chunked head does not allocate. A layer without checkpointing saves about twice the outputs of
+    its linear layers, ``a = 2 sum(out_features)``: the outputs themselves, and normalized, activated and summed
+    tensors.
 
     Returns:
-        Number of layers, at most all of them; 0 for a model without checkpointable layers or without a head.
+        Number of layers, at most all layers. 0 for a model without checkpointable layers or without an output layer.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     head = output_layer(model)
@@ -55,7 +56,7 @@ def layers_to_keep(model: nn.Module) -> int:
     return min(len(layers), 2 * head.weight.shape[0] // kept) if kept else 0
 
 
-# Kernels of scaled_dot_product_attention. A build of torch may lack some of them.
+# Operators of scaled_dot_product_attention. A build of torch may not have all of them.
 ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -66,7 +67,9 @@ ATTENTION_OPS = {getattr(torch.ops.aten, name).default for name in ATTENTION if 
 
 
 def keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Return the checkpoint policy of ``op``: save the output of attention, whose cost is quadratic, and recompute the rest."""
+    """Return the checkpoint policy of an operator: save the output of attention, whose cost is quadratic, and recompute
+    all others.
+    """
     kept = op in ATTENTION_OPS or any(name in str(op) for name in ("flash_attn", "varlen_attn"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -94,19 +97,20 @@ def recompute_activations(model: nn.Module, options: dict[str, Any] | None = Non
 
 
 def recomputes(args: TrainingArguments) -> bool:
-    """Return whether activation checkpointing is on. Recent transformers has two names for the option."""
+    """Return whether activation checkpointing is enabled. Recent versions of transformers have two names for the option."""
     return bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
 
 
 def recompute_options(args: TrainingArguments) -> dict[str, Any]:
-    """Return the checkpointing options of ``args``, under either of the two names that transformers uses."""
+    """Return the options of activation checkpointing, which have two names in recent versions of transformers."""
     return dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
 
 
 def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
-    """Disable checkpointing in the last ``count`` layers (None: `layers_to_keep`). Return the number of changed layers.
+    """Disable checkpointing in the last ``count`` layers (None: `layers_to_keep`), so that they keep their activations.
+    Return their number.
 
-    The backward pass starts with the last layers, so their activations are freed before earlier layers are recomputed.
+    The backward pass starts with the last layers. Their activations are freed before the earlier layers are recomputed.
     """
     bare = causal_lm(model)
     layers = [m for m in bare.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
@@ -117,7 +121,7 @@ def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
 
 
 class KeepLastActivations(TrainerCallback):
-    """Callback that runs `keep_last_activations` after the trainer has enabled checkpointing.
+    """Callback that calls `keep_last_activations` after the trainer has enabled checkpointing.
 
     It does nothing if the user set ``every_n_layers`` in ``gradient_checkpointing_kwargs``.
     """
@@ -132,24 +136,24 @@ class KeepLastActivations(TrainerCallback):
     ) -> None:
         options = recompute_options(args)
         if "selective" in options and recomputes(args):
-            # Enable checkpointing again without the option "selective". The trainer passed it to torch, which does not have
-            # this option.
+            # Enable checkpointing again without the option "selective". The trainer has passed it to torch, which does not know
+            # it.
             recompute_activations(causal_lm(model), options)
         if "every_n_layers" not in options:
             keep_last_activations(model, args.kept_layers)
 
 
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks that copy activations to pinned host memory, and back when the backward pass needs them.
+    """Saved-tensor hooks that copy activations to pinned host memory. The backward pass copies them back.
 
-    Both copies run on the current stream. The copy to the host finishes before the copy back starts, so a tensor is always
-    complete. The host does not wait for the copies.
+    Both copies run on the current stream, so the copy to the host finishes before the copy back starts, and a tensor is
+    always complete. The host does not wait for the copies.
 
     Args:
-        use_pin_memory: Whether to use page-locked memory, so that copies run asynchronously to the host.
-        min_offload_size: Minimum size in bytes. Smaller tensors stay on the device.
+        use_pin_memory: Whether to use page-locked memory. The host then does not have to wait for copies.
+        min_offload_size: Size in bytes below which a tensor stays on the device.
         device_type: Type of the device whose tensors are offloaded. Tests use ``cpu``.
-        kept: Addresses of storages that stay on the device (parameters).
+        kept: Addresses of storages that stay on the device (those of parameters).
 
     Raises:
         ConfigError: ``min_offload_size`` is negative.
@@ -175,13 +179,13 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             tensor.device.type != self.device_type
             or tensor.nbytes < self.min_size
             or isinstance(tensor, nn.Parameter | nn.Buffer)
-            # Tensor subclasses (e.g. fp8, sharded tensors) implement offloading themselves.
+            # Tensor subclasses (e.g. fp8 or sharded tensors) have their own implementation of offloading.
             or type(tensor) is not Tensor
             or tensor.untyped_storage().data_ptr() in self.kept
         )
 
     def _pack(self, tensor: Tensor) -> Any:
-        # Copy the data of an expanded tensor (e.g. one mask for all heads) only once.
+        # If a tensor is expanded (e.g. one mask for all heads), copy its data only once.
         whole = tensor
         for axis, step in enumerate(tensor.stride()):
             tensor = tensor.narrow(axis, 0, 1) if step == 0 and tensor.shape[axis] > 1 else tensor
@@ -191,7 +195,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
         host.copy_(tensor, non_blocking=self.pin)
         # Keep the strides of masks, because attention kernels need them (rows are padded to a multiple of 16). A small view of
-        # a large tensor is restored without the rest of that tensor.
+        # a large tensor is restored alone, without the rest of that tensor.
         span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         return whole.device, whole.shape, host, tensor.stride() if span < 2 * tensor.numel() else host.stride()
 
@@ -204,7 +208,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks that do nothing. An outer `OffloadActivations` has no effect inside the block.
+    """Saved-tensor hooks that do nothing. Inside them, an outer `OffloadActivations` has no effect.
 
     >>> with NoOpManager():
     ...     y = torch.ones(2, requires_grad=True).exp()
@@ -215,10 +219,10 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
 
 
 def check_offloading(args: PostTrainingConfig) -> None:
-    """Check before the model is loaded that ``activation_offloading`` can help.
+    """Raise an error before the model is loaded if ``activation_offloading`` cannot help.
 
     Raises:
-        ConfigError: The run is on a CPU, where activations are already in host memory.
+        ConfigError: The run is on a CPU, so that activations are in host memory in any case.
     """
     if args.activation_offloading and args.device.type == "cpu":
         raise ConfigError(
@@ -228,25 +232,26 @@ def check_offloading(args: PostTrainingConfig) -> None:
 
 
 def get_act_offloading_ctx_manager(model: nn.Module, *, enabled: bool = True, **options: Any) -> AbstractContextManager:
-    """Return the offloading context for the passes of a training step, or a context without effect unless ``enabled``."""
+    """Return the context that offloads activations in a training step. If ``enabled`` is False, the context has no effect."""
     if not enabled:
         return nullcontext()
     kept = frozenset(local_part(p.detach()).untyped_storage().data_ptr() for p in model.parameters())
     return OffloadActivations(device_type=next(model.parameters()).device.type, kept=kept, **options)
 
 
-# Parameter numbers of `mallopt` from glibc's malloc.h. KEPT holds the values of this library, STANDARD glibc's defaults.
+# Numbers of `mallopt` parameters in glibc's malloc.h. KEPT contains the values of this library, STANDARD those of glibc.
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4
 KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 * 2**20}  # The value -1 disables trimming (see mallopt(3)).
 STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10}
 
 
 class KeepHostMemory(transformers.TrainerCallback):
-    """Callback that makes glibc's allocator keep freed memory during training on a CPU.
+    """Callback that makes glibc keep freed memory for reuse during training on a CPU.
 
-    Each training step allocates and frees the same gigabytes. By default, glibc maps and unmaps every tensor of more than 32 MB,
-    so the kernel clears all of its pages in each step. In a reward-model step of a 135M model, this took a fifth of the CPU time.
-    Peak memory does not change. With another allocator, another C library or an accelerator, this callback does nothing.
+    Each training step allocates and frees the same gigabytes. By default, glibc returns every tensor above 32 MB to the
+    kernel, which clears all of its pages in the next step. For a reward-model step of a 135M model, this took a fifth
+    of the CPU time. Peak memory does not change. With another allocator, another C library or an accelerator, this
+    callback does nothing.
     """
 
     _kept = False
@@ -269,16 +274,18 @@ class KeepHostMemory(transformers.TrainerCallback):
 
 @contextmanager
 def gradients_first(model: nn.Module, *, passes: int) -> Iterator[None]:
-    """Allocate gradients on a CPU before the first of several passes that accumulate them.
+    """Allocate gradients on a CPU before the first of several passes that accumulate gradients.
 
-    Otherwise gradients are allocated in memory that the first pass frees. This fragments the memory, so that the activations of
-    the next pass, which have the same sizes, need new memory (10 % of the memory of a GRPO step). A weight without a gradient
-    from any pass has ``grad=None`` afterwards, so that the optimizer does not update it.
+    Otherwise, gradients are allocated in memory that the first pass frees. The memory is then fragmented, so that the
+    activations of the next pass, although they have the same sizes, need new memory (10 % of the memory of a GRPO
+    step). If a weight gets no gradient from any pass, its ``grad`` is None afterwards, so that the optimizer does not
+    update it.
 
     Args:
-        model: The model. Nothing is done for models wrapped for parallelism, which manage gradient memory themselves, and for
-            weights sharded in place (FSDP2), whose ``_version`` stays 0 when the gradient of the shard changes.
-        passes: Number of forward and backward passes in the block. Nothing is done for a single pass.
+        model: The model. For a model that is wrapped for parallelism, nothing is done, because the wrapper manages
+            gradient memory. The same applies to weights that FSDP2 sharded in place, whose ``_version`` stays 0 when
+            the gradient changes.
+        passes: Number of forward and backward passes inside the context. For a single pass, nothing is done.
     """
     without_gradient = []
     if passes > 1 and unwrapped(model) is model:
@@ -290,7 +297,7 @@ def gradients_first(model: nn.Module, *, passes: int) -> Iterator[None]:
         yield
     finally:
         for parameter in without_gradient:
-            # The gradient is unchanged, because no pass has added to it.
+            # No pass has added to this gradient.
             if parameter.grad is not None and parameter.grad._version == 0:
                 parameter.grad = None
 
@@ -301,15 +308,15 @@ def _glibc() -> Any:
 
 
 def _set(values: dict[int, int]) -> bool:
-    """Set `mallopt` values and return whether glibc accepted all of them."""
+    """Set values with `mallopt`. Return whether glibc accepted all of them."""
     try:
         library = _glibc()
-    except (OSError, TypeError):  # The system has no C library that can be loaded this way, e.g. Windows.
+    except (OSError, TypeError):  # The C library cannot be loaded in this way, e.g. on Windows.
         return False
     return library is not None and {library.mallopt(name, value) for name, value in values.items()} == {1}
 
 
-# Files with the memory limit, usage and statistics of a control group, for cgroups version 2 and version 1.
+# Files with memory limit, memory usage and statistics of a control group (container), for cgroups version 2 and version 1.
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (
@@ -322,11 +329,11 @@ CGROUPS = (
 
 @dataclass(frozen=True)
 class Available:
-    """Available memory in bytes.
+    """Memory that this process can use, in bytes.
 
     Attributes:
-        free: Number of bytes that this process can use, including bytes that it already uses.
-        total: Total bytes of the device, or the limit if there is one.
+        free: Number of bytes that this process can use. It includes bytes that this process already uses.
+        total: Number of bytes of the device, or the limit if there is one.
         where: Name of the device or of the limit, for messages.
     """
 
@@ -336,14 +343,14 @@ class Available:
 
 
 def available_memory(device: torch.device | str, limit: int | None = None) -> Available:
-    """Return the free memory plus the memory that this process already uses, at most ``limit``.
+    """Return the free memory plus the memory that this process already uses. The result is at most ``limit``.
 
-    On a GPU, the driver reports the free memory. On a CPU, it is the machine's available memory, or the remaining memory within
-    the limit of the control group (container) if that is less.
+    On a GPU, the driver reports the free memory. On a CPU, it is the available memory of the machine, or what remains
+    of the container's memory limit if that is less.
 
     Args:
-        device: ``torch.device`` or its type.
-        limit: Maximum number of bytes that the user allows. None means no limit.
+        device: A ``torch.device``, or its type.
+        limit: Maximum number of bytes that the user allows. None: no limit.
     """
     kind = torch.device(device).type
     if kind == "cuda":
@@ -362,7 +369,7 @@ def _of_host() -> Available:
     for limit, use, stat in CGROUPS:
         bound = _read(limit).strip()
         if bound.isdigit() and int(bound) < machine.total:
-            # Subtract inactive file pages from the used memory, because they can be reclaimed.
+            # Inactive file pages count as used memory, but the kernel can free them, so subtract them.
             pages = [line.split() for line in _read(stat).splitlines() if "inactive_file " in line]
             used = int(_read(use).strip() or 0) - (int(pages[0][1]) if pages else 0)
             inside = Available(max(int(bound) - used, 0) + mine, int(bound), "the control group of this process")
@@ -395,7 +402,9 @@ def peak_in_use(device: torch.device | str) -> int:
 
 
 def reset_peak(device: torch.device | str) -> bool:
-    """Reset the peak and return True. Return False if the system cannot; the peak then covers the whole process."""
+    """Reset the peak and return True. If the operating system does not support this, return False. The peak then covers
+    the whole process.
+    """
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -408,12 +417,12 @@ def reset_peak(device: torch.device | str) -> bool:
 
 # Dense bf16 operations per second of an H100 SXM, from NVIDIA's data sheet.
 H100_BF16_PEAK = 989.5e12
-# Cost of a forward and backward pass, as a multiple of the forward pass. The backward pass alone costs twice the forward pass.
+# Cost of a forward and backward pass relative to a forward pass. The backward pass costs twice the forward pass.
 BACKWARD_FACTOR = 3
 
 
 def _number(config: PretrainedConfig, *names: str) -> int:
-    """Return the value of the first of the named config fields whose value is above 0."""
+    """Return the value of the first of these config fields that is above 0."""
     for name in names:
         value = getattr(config, name, None)
         if value:
@@ -443,11 +452,12 @@ def _text_config(config: PretrainedConfig) -> Any:
 def _products(kind: Any, settings: str) -> int:
     """Return the forward operations per token of all products with weights in the layers.
 
-    Each weight counts as two operations. For experts, only those to which a token is routed are counted.
+    Each weight counts as two operations. Of the experts, only those to which a token is routed are counted.
 
     Args:
         kind: Class of the config.
-        settings: The config as JSON. This text is the key of the cache. The function is called for every log line.
+        settings: The config as JSON. This text is the key of the cache, because the function is called for every log
+            line.
 
     Raises:
         ModelError: The architecture cannot be built from its config.
@@ -465,12 +475,12 @@ def _products(kind: Any, settings: str) -> int:
     named = layers.named_parameters()
     weights = [p for name, p in named if p.dim() > 1 and p not in looked_up and not name.endswith("bias")]
     experts = experts_per_token(config)
-    # The weights of all experts are stored in one tensor of shape (experts, ...).
+    # The weights of all experts are in one tensor of shape (experts, ...).
     return sum(2 * p.numel() if p.dim() == 2 else 2 * p.numel() // len(p) * experts for p in weights)
 
 
 def _scores(config: PretrainedConfig, seq_len: int) -> int:
-    """Return the forward operations per token of the attention scores and their product with the values."""
+    """Return the forward operations per token of attention scores and of their product with the values."""
     heads = _number(config, "num_attention_heads")
     return _number(config, "num_hidden_layers") * 4 * heads * head_size(config) * seq_len
 
@@ -483,15 +493,15 @@ def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
         layer = 2H(nd + 2kd) + 2ndH + 4nd S + 6HI       (routed: top_k 6HI + 2H experts, and 6HI of shared experts)
         total = layers + 2VH (embedding) + 2VH (output layer, if not tied)
 
-    All terms except the scores are products with weights, with two operations per weight. They are counted on the architecture
-    itself, which is built on the meta device.
+    Except for the scores, all terms are products with weights, with two operations per weight. They are counted from
+    the weights of the architecture itself, which is built on the meta device.
 
-    Training costs three times the forward pass. Scores are counted over the whole sequence; `adjusted_mfu` subtracts the causal
-    half. The embedding is counted as a product although it is a lookup. With tied weights there is a single term for embedding
-    and output layer, so the count is correct. Without tied weights, the count is 2VH too high.
+    Training costs three times the forward pass. Scores are counted over the whole sequence; `adjusted_mfu` subtracts
+    the causal half. The embedding is counted as a product, although it is a lookup. With tied weights, embedding and
+    output layer are counted once together, so that the count is correct. Without tied weights, it is 2VH too high.
 
     Args:
-        config: A transformers config. For a multimodal model, the text model is counted.
+        config: A transformers config. Of a multimodal model, only the text model is counted.
         seq_len: Sequence length in tokens.
 
     Returns:
@@ -519,7 +529,7 @@ def compute_mfu(
     ``100 * flops_per_token * tokens_per_second / (peak_flops * world_size)``
 
     Args:
-        flops_per_token: From `compute_flops_per_token`.
+        flops_per_token: Result of `compute_flops_per_token`.
         tokens_per_second: Throughput of all devices together.
         world_size: Number of devices.
         peak_flops: Peak operations per second of one device. The default is the dense bf16 peak of an H100.
@@ -538,17 +548,17 @@ def compute_mfu(
 
 
 def adjusted_mfu(mfu: float, config: PretrainedConfig, seq_len: int) -> float:
-    """Return the MFU with only half of the attention scores counted, because causal attention does not need the other half.
+    """Return the MFU with half of the attention scores counted. Causal attention needs only this half.
 
     ``mfu * (F - scores / 2) / F`` with F from `compute_flops_per_token`.
 
     Args:
-        mfu: Percent, from `compute_mfu` with the same config and length.
-        config: Same as in `compute_mfu`'s FLOP count.
-        seq_len: Same as in `compute_mfu`'s FLOP count.
+        mfu: MFU in percent, computed by `compute_mfu` with the same config and length.
+        config: Config with which the FLOPs were counted.
+        seq_len: Sequence length with which the FLOPs were counted.
 
     Returns:
-        Percent.
+        MFU in percent.
     """
     total = compute_flops_per_token(config, seq_len)
     return mfu * (1 - BACKWARD_FACTOR * _scores(_text_config(config), seq_len) / 2 / total)

@@ -1,7 +1,7 @@
-"""Estimate a run's memory from the configs of its models and the shapes of its batches, without reading weights.
+"""Estimates the memory of a run from the configs of its models and the shapes of its batches, without reading weights.
 
-Weights, gradients and optimizer states are counted for each parameter of the real architecture. The memory of a pass is traced
-operation by operation on fake tensors, which have shapes but no data.
+Weights, gradients and optimizer states are counted from the parameters of the real architecture. The memory of a
+forward and backward pass is traced operation by operation, with fake tensors that have shapes but no data.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 # Memory that the driver and libraries use in one process, in bytes. nvidia-smi shows about this value for an idle process.
 CUDA_CONTEXT = 600 * 2**20
-# Memory that the allocator cannot reuse, as a multiple of the largest tensor. glibc puts small blocks into the space of a freed
-# large block, so the next large block needs new memory. The measured overhead was up to three times the largest tensor
-# (benchmarks/estimate.py). CUDA_WASTE is a guess.
+# Memory that the allocator cannot reuse, as a multiple of the largest tensor. glibc puts small blocks into the space of a large
+# block that was freed, so that the next large block needs new memory. This was measured to take up to three times the largest
+# tensor (benchmarks/estimate.py). CUDA_WASTE is a guess.
 HOLES = 3
 CUDA_WASTE = 0.05
 # PER_BYTE: bytes of optimizer states per byte of a trained weight. EIGHT_BIT: bytes of 8-bit optimizer states per weight.
@@ -62,7 +62,7 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Part:
-    """Description of one model of a run.
+    """Description of one of the models in a run.
 
     Attributes:
         role: ``policy``, ``reference``, ``value model`` or ``reward model``.
@@ -71,9 +71,10 @@ class Part:
         dtype: Dtype of the weights.
         peft_config: Config of an adapter. If it is set, only the adapter is trained.
         trained: Whether the model is trained, so that it has gradients and optimizer states.
-        bits: Bits per quantized linear weight including scales, see `weight_bits`. None if weights are not quantized.
-        freeze_vision: The option of the run's config, for models with a vision tower.
-        images: Whether the run's rows have images, for models with a vision tower.
+        bits: Bits per quantized weight of linear layers, including scales; see `weight_bits`. None: the weights are not
+            quantized.
+        freeze_vision: Option of this name in the run's config. It only matters for models with a vision tower.
+        images: Whether the run's rows contain images. It only matters for models with a vision tower.
     """
 
     role: str
@@ -89,7 +90,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Generating:
-    """One call of the rollout engine in the trainer's process.
+    """One call of a rollout engine that runs in the trainer's process.
 
     Attributes:
         prompts: Number of distinct prompts of the call.
@@ -108,13 +109,15 @@ class Generating:
     shares_prompts: bool = True
 
 
-# Maximum number of tokens in one prefill pass of the native engine.
+# Maximum number of tokens of a prefill pass of the native engine.
 PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Number of processes over which weights, gradients and optimizer states are sharded, and the total ``processes``."""
+    """Number of processes over which weights, gradients and optimizer states are sharded, and number of all processes
+    (``processes``).
+    """
 
     weights: int = 1
     gradients: int = 1
@@ -124,25 +127,25 @@ class Shards:
 
 @dataclass(frozen=True)
 class Workload:
-    """Settings that determine the memory of one process.
+    """The settings of a run on which the memory of one process depends.
 
     Attributes:
         policy: Model that is trained.
-        batches: Passes of one micro-batch at its maximum length.
+        batches: Forward passes of one micro-batch whose rows have the maximum length.
         passes: Number of forward and backward passes in one optimizer step.
         critic: Value model that is trained with the policy.
-        value_head: Whether the policy's trunk has a value head.
-        frozen: Reference and reward models, which are in memory throughout the run.
-        reference: Model of a pass without gradients over the same rows: ``copy`` for a separate model, ``adapter`` for the policy
-            itself, or empty if there is no such pass.
-        needs: Additional outputs, see `posttrain.models.forward.forward`.
-        checkpointing, kept_layers, optimizer, autocast: Options of the run's config.
-        generating: Largest call of the rollout engine. None if no engine runs in this process.
-        shards: Sharding over processes.
+        value_head: Whether the policy has a value head.
+        frozen: Reference and reward models. They are in memory during the whole run.
+        reference: How the reference's pass over the same rows is computed, without gradients. ``copy``: by a separate
+            model. ``adapter``: by the policy without its adapter. Empty: there is no such pass.
+        needs: Names of additional outputs; see `posttrain.models.forward.forward`.
+        checkpointing, kept_layers, optimizer, autocast: Options of these names in the run's config.
+        generating: Largest call of the rollout engine. None: no engine runs in this process.
+        shards: How the models are sharded over processes.
         device: ``cpu`` or ``cuda``.
-        process: Bytes of the interpreter and its libraries.
-        pixels: Prepared images of the largest pass, by argument names of the tower. Tensors on ``meta`` are enough if the tower
-            does not use their values.
+        process: Number of bytes of the Python interpreter and its libraries.
+        pixels: Prepared images of the largest pass, under the argument names of the vision tower. Tensors on ``meta``
+            are enough if the tower does not use their values.
     """
 
     policy: Part
@@ -169,9 +172,9 @@ class MemoryEstimate:
     """Estimated memory of one process in bytes.
 
     Attributes:
-        standing: Memory that is allocated throughout the run, by component.
-        moments: Additional memory of each phase of a step, by component.
-        trainable, parameters: Number of trained weights and of all weights of the policy.
+        standing: Memory that is in use during the whole run, by component.
+        moments: Additional memory in each phase of a training step, by component.
+        trainable, parameters: Numbers of trained weights and of all weights of the policy.
     """
 
     standing: Mapping[str, int]
@@ -181,12 +184,12 @@ class MemoryEstimate:
 
     @property
     def fullest(self) -> str:
-        """Phase of a step that needs the most memory."""
+        """Name of the phase of a step that needs the most memory."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def components(self) -> dict[str, int]:
-        """Memory by component, in the phase of `fullest`."""
+        """Memory by component, in the phase that needs the most memory."""
         return {name: size for name, size in (*self.standing.items(), *self.moments[self.fullest].items()) if size}
 
     @property
@@ -209,8 +212,8 @@ def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
     if name.startswith(STATELESS):
         return 0
     if name.startswith(LOW_RANK):
-        # There are two moments in the subspace, and the projection. The estimate assumes that all matrices are square and in
-        # `optim_target_modules`.
+        # There are two moments in the subspace, and the projection. The estimate assumes that all matrices are square and are
+        # selected by `optim_target_modules`.
         return sum(size * min(2 * count, int(3 * RANK * count**0.5)) // count for count, size in sizes if count)
     kind = next((key for key in PER_BYTE if key in name), "adamw")
     if "adafactor" in name:
@@ -224,9 +227,9 @@ def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
 def estimate_memory(work: Workload) -> MemoryEstimate:
     """Estimate the peak memory of one process of a run.
 
-    ``standing`` memory contains weights, optimizer states and frozen models. ``moments`` contains the additional memory of these
-    phases: forward and backward (gradients, activations, chunks of logits), the optimizer step, the reference's pass, and
-    generation (keys and values, logits of the running sequences)::
+    ``standing`` memory contains weights, optimizer states and frozen models. ``moments`` contains the additional memory
+    of each phase: forward and backward (gradients, activations, chunks of logits), the optimizer step, the reference's
+    pass, and generation (keys and values, logits of the running sequences)::
 
         peak = standing + max(moments)
 
@@ -281,8 +284,8 @@ def _total(peak: Mapping[str, int]) -> int:
 
 
 def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
-    """Return the temporary bytes of the update: for all weights on a GPU, for one weight on a CPU, and 0 if the update is
-    fused.
+    """Return the number of temporary bytes in an optimizer step: for all weights on a GPU, for one weight on a CPU, and
+    0 for a fused optimizer.
     """
     if "fused" in work.optimizer or not trained:
         return 0
@@ -291,7 +294,9 @@ def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
 
 
 def _gathered(model: nn.Module) -> int:
-    """Return the bytes of weights that are gathered at the same time: two layers, and all weights outside of layers."""
+    """Return the bytes of weights that are gathered at the same time: those of two layers, and all weights outside of
+    layers.
+    """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     rest = sum(p.nbytes for p in model.parameters()) - sum(sizes)
@@ -299,14 +304,16 @@ def _gathered(model: nn.Module) -> int:
 
 
 def _unpacked(shadow: Shadow, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest dequantized weight and its transpose. Only one layer is dequantized at a time."""
+    """Return the bytes of the largest dequantized weight and its transpose. Only one layer's weight is dequantized at a
+    time.
+    """
     packed = (p for name, p in shadow.model.named_parameters() if name in shadow.quantised)
     return 2 * dtype.itemsize * max((p.numel() for p in packed), default=0)
 
 
 def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> dict[str, int]:
-    """Return the larger of two peaks: that of the batch with the most tokens, and that of the batch with the most loss
-    tokens.
+    """Return the larger of two peaks: that of the batch with the most tokens, and that of the batch with the most
+    tokens in the loss.
     """
     options = {"training": training, "accumulating": accumulating, "needs": work.needs, "autocast": work.autocast}
     options["pixels"] = work.pixels
@@ -328,14 +335,15 @@ def _text_config(model: nn.Module) -> Any:
     return inner.config.get_text_config()
 
 
-# Types of layers without keys and values, in models with recurrent layers.
+# Types of layers that store no keys and values, in models with recurrent layers.
 WITHOUT_KEYS = ("linear_attention", "conv", "mlp", "moe")
 
 
 def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
-    """Return the bytes of generation: keys and values (``2 L H_kv d bytes`` per token), logits with sampling, and a prefill.
+    """Return the bytes of generation: keys and values (``2 L H_kv d bytes`` per token), logits for sampling, and a
+    prefill pass.
 
-    Recurrent layers store states instead of keys and values, one per sequence and one per prompt.
+    Recurrent layers store one state per sequence and one per prompt, instead of keys and values.
     """
     config, item = _text_config(shadow.model), shadow.part.dtype.itemsize
     layers, states = layer_configs(config), _state_bytes(shadow)
@@ -345,7 +353,7 @@ def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
     live = min(call.slots, call.sequences)
     room, kept, prefill = call.completion_tokens, live, live * call.prompt_tokens
     if call.shares_prompts:
-        # The native engine allocates blocks of 64 tokens for completions, and doubles a block when it is full.
+        # The native engine allocates 64 suffix positions first, and doubles the number each time they are full.
         room = 64 << max(0, (call.completion_tokens - 1) // 64).bit_length()
         kept = min(call.prompts, live)
         prefill = min(PREFILL_TOKENS, call.prompts * call.prompt_tokens) or prefill
@@ -358,7 +366,7 @@ def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
 
 
 def _state_bytes(shadow: Shadow) -> int:
-    """Return the bytes of a sequence's states in the native engine. The states are those of a pass over one token."""
+    """Return the bytes of one sequence's recurrent states in the native engine. They are measured in a pass over one token."""
     model: Any = causal_lm(shadow.model)
     states: list[Tensor] = []
     if recurrent.replaced(model):
@@ -371,12 +379,12 @@ def _state_bytes(shadow: Shadow) -> int:
 
 
 class Shadow:
-    """Model with fake tensors, with the trainer's head and activation checkpointing.
+    """A model with fake tensors instead of weights. It has the head and the activation checkpointing of the trainer.
 
     Args:
         part: Model to build.
         critic: Second model that runs in every forward pass (PPO's value model).
-        value_head: Whether the trunk has a value head.
+        value_head: Whether the model has a value head.
         checkpointing: Whether activations are recomputed in the backward pass.
         kept_layers: See `PostTrainingConfig.kept_layers`.
     """
@@ -407,7 +415,7 @@ class Shadow:
 
     @property
     def quantised(self) -> set[str]:
-        """Names of quantized weights: all frozen weights of linear layers, except for the output layer."""
+        """Names of quantized weights. They are the frozen weights of all linear layers except the output layer."""
         if self.part.bits is None:
             return set()
         linear = {f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)}
@@ -416,7 +424,7 @@ class Shadow:
         return {name for name, p in named if name in linear and not p.requires_grad and p is not head}
 
     def named_sizes(self) -> dict[str, tuple[int, bool]]:
-        """Return for each parameter name the number of bytes and whether the parameter is trained."""
+        """Map each parameter name to the parameter's number of bytes and whether it is trained."""
         packed, bits = self.quantised, self.part.bits or 0
         return {
             name: (int(p.numel() * bits / 8) if name in packed else p.nbytes, p.requires_grad)
@@ -452,9 +460,9 @@ def _build(part: Part) -> Any:
 
 
 def _experts_by_shape(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Compute a mixture-of-experts layer with all tokens routed to the first expert.
+    """Compute a mixture-of-experts layer in which all tokens are routed to the first expert.
 
-    Tensors have the same shapes as in a grouped product, and the router's values are not needed.
+    The shapes of all tensors are those of a grouped product, but the router's values are not needed.
 
     Args:
         experts: Module with the weights of all experts.
@@ -471,7 +479,7 @@ def _experts_by_shape(experts: Any, hidden: Tensor, index: Tensor, weights: Tens
 
 
 def _from_meta(model: nn.Module) -> None:
-    """Replace meta tensors with fake CPU tensors. Tied tensors stay tied."""
+    """Replace meta tensors with fake tensors on the CPU. Tied tensors stay tied."""
     by_id: dict[int, Any] = {}
     for module in model.modules():
         for holder in (module._parameters, module._buffers):
@@ -486,11 +494,11 @@ def _from_meta(model: nn.Module) -> None:
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the bytes of all live storages by kind, and records the peak."""
+    """Counts the bytes of all tensor storages that exist, by kind, and records the peak."""
 
     def __init__(self, model: nn.Module, vocabulary: int) -> None:
         super().__init__()
-        # Kind under which tensors are counted, unless they are weight gradients or logits.
+        # Kind under which new tensors are counted, unless they are gradients of weights or logits.
         self.kind = "activations"
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
@@ -525,7 +533,7 @@ class _Meter(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count storages inside the block, and detach the finalizers of live storages at its end."""
+        """Count storages inside the context. On exit, stop observing the storages that still exist."""
         try:
             with self:
                 yield
@@ -547,15 +555,15 @@ def trace_pass(
 ) -> dict[str, int]:
     """Return the peak memory of one pass over a batch, in addition to weights and earlier gradients.
 
-    The pass is traced operation by operation.
+    The pass is traced operation by operation, with fake tensors.
 
     Args:
         shadow: Model with fake tensors.
-        batch: Packed prefix trees. Only their shapes and masks are used.
+        batch: Packed prefix trees. Only their shapes and masks matter.
         training: Whether to run forward and backward. If False, only forward is run, without gradients.
-        accumulating: Whether gradients of an earlier pass exist. They are not counted.
+        accumulating: Whether gradients of an earlier pass exist. Their memory is not included in the result.
         needs: Additional outputs, see `posttrain.models.forward.forward`.
-        autocast: Dtype of the computation if it differs from the weights' dtype.
+        autocast: Dtype of autocast. None: the dtype of the weights.
         pixels: Prepared images, see `Workload`.
 
     Returns:
@@ -567,7 +575,7 @@ def trace_pass(
     trained = [p for p in model.parameters() if p.requires_grad]
     config = _text_config(model)
     told = attention_inputs(batch, causal_lm(model), shadow.part.dtype)
-    # Compute these numbers before fake mode starts, because fake tensors have no values.
+    # Compute these numbers outside of fake mode, in which tensors have no values.
     counts = batch.num_loss_tokens, batch.num_sequences, int((batch.sequence >= 0).sum())
 
     def forget(parameter: Tensor) -> None:
@@ -575,7 +583,7 @@ def trace_pass(
 
     with shadow.mode:
         meter = _Meter(model, config.vocab_size)
-        # Drop each gradient as soon as it is computed, because autograd cannot accumulate fake tensors in place.
+        # Delete each gradient immediately, because autograd cannot accumulate fake tensors in place.
         hooks = [p.register_post_accumulate_grad_hook(forget) for p in trained] if accumulating else []
         compute = torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
         try:
@@ -600,13 +608,13 @@ def trace_pass(
 def _sum_of_outputs(
     shadow: Shadow, shape: torch.Size, told: dict[str, Any], counts: tuple[int, int, int], needs: frozenset[str]
 ) -> Tensor:
-    """Run the pass of `posttrain.models.forward.forward` with zeros as inputs. Return the sum of its outputs.
+    """Run a pass like `posttrain.models.forward.forward`, with zeros as inputs. Return the sum of its outputs.
 
     Args:
         shadow: Model with fake tensors.
         shape: ``(B, T)`` of the batch.
-        told: Inputs of attention for the batch with real values, see `attention_inputs`.
-        counts: Number of loss tokens, sequences and completion tokens of the batch.
+        told: Inputs of attention for the real batch; see `attention_inputs`.
+        counts: Numbers of loss tokens, of sequences, and of completion tokens of the batch.
         needs: Outputs that the head computes in addition to log-probs.
     """
     place = torch.zeros(shape, dtype=torch.long)  # (B, T)

@@ -1,4 +1,4 @@
-"""NEFTune: noise on the input embeddings in training. `noisy_embeddings` enables it for a model."""
+"""NEFTune: noise on the input embeddings during training. `noisy_embeddings` adds it to a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Noise:
 
     Attributes:
         alpha: Magnitude of the noise.
-        inverse_lengths: ``(B, T)`` 1/L for the current pass. If it is None or has another shape, L is the width of the row.
+        inverse_lengths: ``(B, T)`` values 1/L for the current pass. If it is None or has another shape, L is the width
+            of the row.
 
     Reference: NEFTune, arXiv:2310.05914.
     """
@@ -40,7 +41,7 @@ class Noise:
         return output + torch.empty_like(output).uniform_(-1, 1) * most[..., None].to(output.dtype)
 
     def forward(self, model: nn.Module, batch: Batch, *args: Any, **kwargs: Any) -> ModelOutputs:
-        """Run `posttrain.models.forward.forward` with noise that depends on the lengths of the batch's documents."""
+        """Run `posttrain.models.forward.forward` with noise whose magnitude depends on the lengths of the batch's documents."""
         self.inverse_lengths = inverse_lengths(batch)
         try:
             return forward(model, batch, *args, **kwargs)
@@ -50,7 +51,7 @@ class Noise:
 
 @contextmanager
 def noisy_embeddings(model: nn.Module, alpha: float) -> Iterator[Callable[..., ModelOutputs]]:
-    """Add `Noise` to the input embeddings inside the block. Yields the forward function to use."""
+    """Add `Noise` to the input embeddings inside the context. Yield the forward function that must be used."""
     noise, inner = Noise(alpha), causal_lm(model)
     handle = inner.get_input_embeddings().register_forward_hook(noise)
     try:
@@ -60,10 +61,11 @@ def noisy_embeddings(model: nn.Module, alpha: float) -> Iterator[Callable[..., M
 
 
 def inverse_lengths(batch: Batch) -> Tensor:
-    """Compute 1/L for each token, ``(B, T)``, where L is the number of tokens of its document (a prompt with one completion).
+    """Return 1/L for each token, ``(B, T)``. L is the number of tokens of the document (a prompt with one completion)
+    of the token.
 
-    The value of padding is 0. A token of several documents gets the mean of their 1/L, so that the variance of its noise is the
-    mean of their variances.
+    The value of padding is 0. If a token belongs to several documents, its value is the mean of their 1/L. The variance
+    of its noise is then the mean of their variances.
     """
     total, count = torch.zeros(2, *batch.input_ids.shape)
     for index, leaf in enumerate(batch.leaves):
@@ -73,7 +75,7 @@ def inverse_lengths(batch: Batch) -> Tensor:
                 total[row, run.start : run.stop] += 1 / leaf.length
                 count[row, run.start : run.stop] += 1
     for segment in batch.segments:
-        # If all completions of a prompt are empty, the prompt itself is the document.
+        # If all completions of a prompt are empty, the prompt alone is the document.
         columns = slice(segment.start, segment.stop)
         lonely = count[segment.row, columns] == 0
         total[segment.row, columns] += lonely / (segment.position + segment.stop - segment.start)

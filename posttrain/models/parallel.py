@@ -1,4 +1,4 @@
-"""Functions for several processes (DDP, FSDP, ZeRO): collectives, gathering, sharded checkpoints and shared errors."""
+"""Functions for runs on several processes (DDP, FSDP, ZeRO): collectives, gathering, sharded checkpoints and shared errors."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WHOLE = "neither FSDP nor DeepSpeed"
-# Modules that define the hooks which gather and free parameters.
+# Modules that contain the hooks by which parameters are gathered and freed.
 SHARDING = ("torch.distributed.fsdp", "deepspeed.")
 
 
 def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
-    """Concatenate the lists of all ranks, in rank order, on all ranks. Every rank must call it."""
+    """Return the concatenated lists of all ranks, in rank order, on all ranks. Every rank must call it."""
     if accelerator.num_processes == 1:
         return items
     gathered: list[list[Any]] = [[] for _ in range(accelerator.num_processes)]
@@ -47,7 +47,9 @@ def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
 
 
 def gather_objects(item: object, accelerator: Accelerator) -> list[Any]:
-    """Return every rank's object, in rank order, on the main process and an empty list elsewhere. Every rank must call it."""
+    """Return the objects of all ranks, in rank order, on the main process. Other ranks get an empty list. Every rank
+    must call it.
+    """
     if accelerator.num_processes == 1:
         return [item]
     gathered: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
@@ -56,7 +58,7 @@ def gather_objects(item: object, accelerator: Accelerator) -> list[Any]:
 
 
 def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
-    """Return this rank's object from the main process's list. Every rank must call it."""
+    """Return this rank's item of the main process's list. Every rank must call it."""
     if accelerator.num_processes == 1:
         return items[0]
     mine: list[Any] = [None]
@@ -67,7 +69,7 @@ def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
 def broadcast_object(item: T, accelerator: Accelerator) -> T:
     """Return the main process's object on all ranks. Every rank must call it.
 
-    Gathering would create one copy per rank on each rank instead.
+    With a gather, every rank would receive one copy per rank.
     """
     if accelerator.num_processes == 1:
         return item
@@ -77,10 +79,12 @@ def broadcast_object(item: T, accelerator: Accelerator) -> T:
 
 
 def exchange_objects(parcels: list[list[Any]], accelerator: Accelerator) -> list[Any]:
-    """Send items to all ranks and return the items for this rank, in rank order. Every rank must call it.
+    """Send items to all ranks. Return the items that other ranks have sent to this rank, in rank order. Every rank must
+    call it.
 
     Args:
-        parcels: One list of items per rank. It is sent only to that rank, so memory does not grow with the number of ranks.
+        parcels: One list of items per rank. Each list is sent only to its rank, so that memory does not grow with the
+            number of ranks.
         accelerator: Accelerator of the run.
     """
     if accelerator.num_processes == 1:
@@ -96,10 +100,10 @@ def exchange_objects(parcels: list[list[Any]], accelerator: Accelerator) -> list
 
 
 def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]:
-    """Sum numbers over ranks in one collective."""
+    """Sum each number over ranks, in one collective operation."""
     if accelerator.num_processes == 1:
         return values
-    # Use the CPU instead of MPS, which has no float64.
+    # MPS does not support float64, so use the CPU.
     device = "cpu" if accelerator.device.type == "mps" else accelerator.device
     packed = torch.tensor(values, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(packed)
@@ -107,7 +111,9 @@ def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]
 
 
 def shards_parameters(accelerator: Accelerator) -> bool:
-    """Return whether a forward pass is a collective (FSDP, ZeRO-3), so that ranks must run the same number of passes."""
+    """Return whether a forward pass is a collective operation (FSDP, ZeRO-3). All ranks must then run the same number
+    of passes.
+    """
     name = str(accelerator.distributed_type)
     if "FSDP" in name:
         return True
@@ -124,10 +130,10 @@ def _fsdp_plugin(accelerator: Accelerator) -> Any:
 
 
 def refuse_lost_sharding(accelerator: Accelerator, args: PostTrainingConfig) -> None:
-    """Raise an error if accelerate silently replaces FSDP by DDP, as it does on a CPU.
+    """Raise an error if accelerate silently uses DDP instead of FSDP, as it does on a CPU.
 
     Raises:
-        ConfigError: The config or the launcher requests FSDP, but each of several processes would have the whole model.
+        ConfigError: The config or the launcher requests FSDP, but each of several processes would hold the whole model.
     """
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     name = str(accelerator.distributed_type)
@@ -136,7 +142,7 @@ def refuse_lost_sharding(accelerator: Accelerator, args: PostTrainingConfig) -> 
 
 
 def lost_sharding(kind: str, device: str, processes: int) -> ConfigError:
-    """Return the error for a run that requests FSDP and gets accelerate's distributed type ``kind`` instead."""
+    """Return the error for a run that requests FSDP, but for which accelerate uses the distributed type ``kind``."""
     return ConfigError(
         f"FSDP is requested, but accelerate uses {kind} on {device!r}, so each of the {processes} processes would have the whole "
         "model. Fix: use DDP on a CPU (--accelerate_config ddp), or make the GPUs visible to the processes."
@@ -144,10 +150,10 @@ def lost_sharding(kind: str, device: str, processes: int) -> ConfigError:
 
 
 def shard_present_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Set FSDP's default layer classes to the classes that the model contains.
+    """Set FSDP's default layer classes to those classes that the model contains.
 
-    By default, accelerate wraps all classes that are listed for the model's family, and fails if a class is missing. LLaVA lists
-    CLIP's text layers but uses only CLIP's vision tower.
+    By default, accelerate wraps all classes that the model's family lists, and fails if one of them is missing. LLaVA
+    lists CLIP's text layers, although it uses only CLIP's vision tower.
     """
     plugin = _fsdp_plugin(accelerator)
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
@@ -157,7 +163,8 @@ def shard_present_layers(accelerator: Accelerator, model: torch.nn.Module) -> No
 
 
 def is_prepared_late(accelerator: Accelerator) -> bool:
-    """Return whether a model can only run after it was prepared for training, with gradients outside of ``parameter.grad``.
+    """Return whether a model can run only after it was prepared for training, and stores its gradients outside
+    ``parameter.grad``.
 
     This is true for FSDP and for DeepSpeed at any stage.
     """
@@ -165,10 +172,11 @@ def is_prepared_late(accelerator: Accelerator) -> bool:
 
 
 def equal_passes(count: int, accelerator: Accelerator) -> int:
-    """Return the number of passes that each rank must run: ``count``, or the maximum over ranks if a pass is a collective.
+    """Return the number of passes that each rank must run. It is ``count``, or the maximum over ranks if a pass is a
+    collective.
 
-    The forward pass is a collective with FSDP, ZeRO-3 and sequence parallelism. The backward pass is a collective with ZeRO-2,
-    which reduces gradients in each pass.
+    With FSDP, ZeRO-3 and sequence parallelism, the forward pass is a collective. With ZeRO-2, the backward pass is a
+    collective, because it reduces gradients in each pass.
     """
     if not is_prepared_late(accelerator) and token_split.active() is None:
         return count
@@ -178,14 +186,15 @@ def equal_passes(count: int, accelerator: Accelerator) -> int:
 
 
 def in_step(items: Sequence[T], accelerator: Accelerator, spare: Callable[[], T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item with True. If a pass is a collective, then yield spare items with False.
+    """Yield each item with True. If a pass is a collective operation, then yield further items with False, so that all
+    ranks run equally many passes.
 
-    All ranks then run the same number of passes.
+    The results of items with False must not be used.
 
     Args:
-        items: Items of this rank. May be empty.
-        accelerator: Accelerator of the run. Every rank must call this function, even a rank without items.
-        spare: Function that creates the spare item of a rank without items.
+        items: Items of this rank. The list may be empty.
+        accelerator: Accelerator of the run. Every rank must call this function, even if it has no items.
+        spare: Function that creates an item on a rank without items.
     """
     for index in range(equal_passes(len(items), accelerator)):
         if index < len(items):
@@ -200,18 +209,18 @@ def is_deepspeed(model: nn.Module) -> bool:
 
 
 def backward(accelerator: Accelerator, loss: torch.Tensor) -> None:
-    """Run the backward pass. The loss is already normalized over the optimizer step, so DeepSpeed must not divide it."""
+    """Run the backward pass. DeepSpeed must not divide the loss, because it is already normalized over the optimizer step."""
     deepspeed = "DEEPSPEED" in str(accelerator.distributed_type)
     accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
 
 @contextmanager
 def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
-    """Defer gradient averaging, and DeepSpeed's optimizer step, until the last of several backward passes."""
+    """Defer the averaging of gradients, and DeepSpeed's optimizer step, until the last of several backward passes."""
     if last or not hasattr(model, "no_sync"):
         yield
         return
-    # Change the gradient state, because DeepSpeed's no_sync does not support stages 2 and 3, and accelerate would run an
+    # Set the gradient state directly. DeepSpeed's no_sync does not support stages 2 and 3, and accelerate would run an
     # optimizer step in every backward pass of the last batch.
     if is_deepspeed(model):
         state = GradientState()
@@ -228,7 +237,9 @@ def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
 
 @contextmanager
 def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
-    """Yield the bare model with all parameters gathered, for generation in this process. Its forward pass is not a collective."""
+    """Yield the model without wrappers and with all parameters gathered, for generation. Its forward pass is not a
+    collective.
+    """
     name = str(accelerator.distributed_type)
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
     if "DEEPSPEED" in name and shards_parameters(accelerator):
@@ -244,7 +255,9 @@ def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterat
 
 @contextmanager
 def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
-    """Remove hooks that gather and free parameters, because ranks run different numbers of passes inside the block."""
+    """Remove the hooks that gather and free parameters inside the context, because ranks run different numbers of
+    passes there.
+    """
     removed: list[tuple[Any, list[Any], dict[Any, Any]]] = []
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -263,7 +276,7 @@ def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
 
 
 def gathers_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
-    """Return whether a forward pass of any of these modules is a collective. Inside `whole_parameters`, none is."""
+    """Return whether a forward pass of one of these modules is a collective operation. Inside `whole_parameters`, none is."""
     return any(shards(hook) for module in modules for hook in module._forward_pre_hooks.values())
 
 
@@ -291,13 +304,14 @@ def _summon_fsdp(model: nn.Module, bare: torch.nn.Module) -> Iterator[torch.nn.M
 def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
     """Raise an error if this run cannot load the optimizer of a checkpoint.
 
-    transformers would start with a new optimizer or fail with an unclear error.
+    Without this check, transformers would start with a new optimizer, or fail with an unclear error.
 
-    An optimizer saved with FSDP loads with and without FSDP. An optimizer saved with ZeRO loads with the same sharding of
-    parameters (ZeRO-3, or a lower stage), on any number of processes.
+    An optimizer that was saved with FSDP can be loaded with and without FSDP. An optimizer that was saved with ZeRO can
+    be loaded on any number of processes, if parameters are sharded in the same way (both with ZeRO-3, or both with a
+    lower stage).
 
     Raises:
-        CheckpointError: The optimizer is missing, has another kind, or lacks a shard.
+        CheckpointError: The optimizer is missing, was saved in another way, or lacks a shard.
     """
     files = {
         "ZeRO-3": "global_step*/zero_pp_rank_*_model_states.pt", "ZeRO below 3": "global_step*/*_model_states.pt",
@@ -331,25 +345,27 @@ def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
 
 
 def zero_shards(folder: Path) -> list[Path]:
-    """Return the optimizer shards of a ZeRO checkpoint, one per process, or an empty list for other checkpoints."""
+    """Return the optimizer shards of a ZeRO checkpoint, one per process. Return an empty list for other checkpoints."""
     return sorted(folder.glob("global_step*[0-9]/*_optim_states.pt"))
 
 
 @contextmanager
 def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: str | None) -> Iterator[None]:
-    """Load ZeRO shards on a different number of processes, by converting them to DeepSpeed's universal checkpoint.
+    """Allow ZeRO shards to be loaded on another number of processes. They are first converted to DeepSpeed's universal
+    checkpoint.
 
-    The main process creates the universal checkpoint next to the shards, and deletes it after loading. A universal checkpoint
-    that the user has created is used and not deleted.
+    The main process creates the universal checkpoint next to the shards, and deletes it after loading. If the user has
+    created one, it is used and not deleted.
 
     Args:
         accelerator: Accelerator of the run.
-        engine: Function that returns the model as it is currently wrapped.
-        folder: Folder of a checkpoint. None if no checkpoint is loaded.
+        engine: Function that returns the model with its current wrapper.
+        folder: Folder of the checkpoint. None: no checkpoint is loaded.
     """
     shards = zero_shards(Path(folder)) if folder is not None and _deepspeed_plugin(accelerator) is not None else []
     latest, wrote = Path(folder or "", "latest_universal"), 0
-    # Read the shards first. If DeepSpeed failed on one process later, the other processes would hang in a collective.
+    # Read the shards first. If DeepSpeed failed later on one process only, the other processes would wait forever in a
+    # collective.
     if shards:
         with failing_together(accelerator):
             wrote = _read(shards[accelerator.process_index % len(shards)])["processes"]
@@ -362,8 +378,8 @@ def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: st
     universal = latest.with_name(latest.read_text(encoding="utf-8").strip())
     with _loading_universal(accelerator, engine):
         yield
-    # Restore the settings of each parameter group. Stage 3 gives all groups the settings of the first one (e.g. its weight
-    # decay) and a shared step count.
+    # Restore the settings of each parameter group. With stage 3, DeepSpeed gives all groups the settings of the first group
+    # (e.g. its weight decay) and one step count.
     optimizer = engine().optimizer.optimizer
     saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
     for group, settings in zip(optimizer.param_groups, saved, strict=True):
@@ -378,7 +394,7 @@ def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: st
 
 @contextmanager
 def _loading_universal(accelerator: Accelerator, engine: Callable[[], Any]) -> Iterator[None]:
-    """Make DeepSpeed load a universal checkpoint, both in an existing engine and in an engine created inside the block."""
+    """Make DeepSpeed load a universal checkpoint, in an existing engine and in an engine that is created inside the context."""
     config = _deepspeed_plugin(accelerator).deepspeed_config
     before = config.get("checkpoint", {})
     config["checkpoint"] = before | {"load_universal": True}
@@ -393,10 +409,13 @@ def _loading_universal(accelerator: Accelerator, engine: Callable[[], Any]) -> I
 
 
 def _make_universal(shards: list[Path], wrote: int) -> None:
-    """Run DeepSpeed's ``ds_to_universal``. It writes the folder's name to a file last, so that a partial folder is not used."""
+    """Run DeepSpeed's ``ds_to_universal``. It writes a file with the folder's name last, so that an incomplete folder
+    is never used.
+    """
     source = shards[0].parent
     universal = source.with_name(f"{source.name}_universal")
-    shutil.rmtree(universal, ignore_errors=True)  # The folder is incomplete, because an earlier run was interrupted.
+    # The folder is left over from an earlier run that was interrupted, so it is incomplete.
+    shutil.rmtree(universal, ignore_errors=True)
     places = {"input_folder": str(source), "output_folder": str(universal)}
     work = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
     logger.info(
@@ -424,8 +443,10 @@ def _make_universal(shards: list[Path], wrote: int) -> None:
 
 
 def _read(shard: Path) -> dict[str, Any]:
-    """Return the number of processes that wrote shards (``processes``) and the names of optimizer states (``kept``)."""
-    # With mmap=True, the data of the tensors is not read.
+    """Return the number of processes that wrote the shards (``processes``), and the names of the optimizer states
+    (``kept``).
+    """
+    # With mmap=True, only the structure is read, and not the data of the tensors.
     try:
         saved = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
         count, inner = saved["partition_count"], saved.get("base_optimizer_state") or saved["optimizer_state_dict"]
@@ -439,10 +460,10 @@ def _read(shard: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) -> Iterator[bool]:
-    """Load an FSDP checkpoint in the format of its files (full or sharded), even on a process without FSDP.
+    """Load an FSDP checkpoint in the format of its files (full or sharded), even in a process without FSDP.
 
     Yields:
-        True if the checkpoint must be loaded like a checkpoint of FSDP. For other checkpoints, ``shards``.
+        True if the checkpoint must be loaded as an FSDP checkpoint. For other checkpoints, the value of ``shards``.
     """
     saved = sorted(Path(folder).glob("pytorch_model_fsdp*")) if folder is not None else []
     if not saved:
@@ -457,7 +478,7 @@ def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) 
     reader.set_state_dict_type("SHARDED_STATE_DICT" if saved[0].is_dir() else "FULL_STATE_DICT")
     kind = state.distributed_type
     if not shards:
-        # With a single process, there is no other rank that the weights must be sent to.
+        # A single process has no other ranks to which weights must be sent.
         reader.state_dict_config.rank0_only = state.num_processes > 1 and not saved[0].is_dir()
         state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = reader
@@ -469,7 +490,7 @@ def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) 
 
 @contextmanager
 def saved_whole(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
-    """Make FSDP save the full model if ``wanted``, because with sharded checkpoints transformers would not save the model."""
+    """Make FSDP save the full model if ``wanted``. If FSDP saved shards, transformers would not save the model."""
     plugin = _fsdp_plugin(accelerator)
     if plugin is None or not wanted:
         yield
@@ -488,7 +509,9 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 @contextmanager
 def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Gather a few parameters inside the block. This is a collective with ZeRO-3, and otherwise has no effect."""
+    """Gather several parameters inside the context. With ZeRO-3, this is a collective operation. Otherwise, it has no
+    effect.
+    """
     sharded = [p for p in parameters if is_partitioned(p)]
     if not sharded:
         yield
@@ -499,9 +522,11 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the local shard of each frozen parameter, or the whole parameter if it is not sharded."""
+    """Yield the name and the local shard of each frozen parameter. If a parameter is not sharded, the whole parameter
+    is yielded.
+    """
     for module in model.modules():
-        # After a forward pass without backward pass, FSDP2 leaves some parameters gathered.
+        # After a forward pass without a backward pass, FSDP2 leaves some parameters gathered. Shard them again.
         if isinstance(module, FSDPModule):
             module.reshard()
     for name, parameter in model.named_parameters():
@@ -511,17 +536,17 @@ def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of a tensor if FSDP2 has sharded it, else the tensor."""
+    """Return this process's shard of a tensor that FSDP2 has sharded. Other tensors are returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
-    """Return the full tensor. If FSDP2 has sharded it, this is a collective that every rank must call."""
+    """Return the full tensor. If FSDP2 has sharded it, this is a collective operation, and every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def flattens_parameters(model: torch.nn.Module) -> bool:
-    """Return whether parameters are flattened into one tensor per module (FSDP1), which hides their names."""
+    """Return whether the parameters of a module are flattened into one tensor (FSDP1), which hides their names."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
@@ -529,7 +554,7 @@ def flattens_parameters(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def summoned(model: torch.nn.Module) -> Iterator[None]:
-    """Restore FSDP1's flattened parameters to full parameters with names inside the block, if there are any."""
+    """Restore the full parameters, under their names, inside the context if FSDP1 has flattened them."""
     if not flattens_parameters(model):
         yield
         return
@@ -541,10 +566,11 @@ def summoned(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """Run the block on the main process first (e.g. to fill a cache), then on one process per node, then on the remaining
+    """Run the block on the main process first (e.g. to fill a cache), then on one process per node, then on all other
     processes.
 
-    If one process fails, all processes fail (`failing_together`). Otherwise they would hang in the next collective.
+    If one process fails, all processes raise an error (`failing_together`). Otherwise, they would wait forever in the
+    next collective.
     """
     from accelerate import PartialState
 
@@ -563,7 +589,8 @@ def main_process_first() -> Iterator[None]:
 
 @contextmanager
 def failing_together(accelerator: Accelerator | PartialState) -> Iterator[None]:
-    """Raise an exception of one process on all processes, with the number of that process. All processes must enter it.
+    """Raise an exception of one process on all processes, with the index of that process. All processes must enter the
+    context.
 
     Args:
         accelerator: Accelerator of the run, or its `PartialState` before an accelerator exists.
@@ -592,7 +619,7 @@ def failing_together(accelerator: Accelerator | PartialState) -> Iterator[None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error, or a `PosttrainError` with the same message if the error cannot be pickled."""
+    """Return the error. If it cannot be pickled, return a `PosttrainError` with the same message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -601,7 +628,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
-    """Run ``function`` on every rank. If it fails on one rank, raise an error on all ranks."""
+    """Run ``function`` on every rank. If it fails on any rank, all ranks raise an error."""
     with failing_together(accelerator):
         return function()
 
@@ -609,10 +636,10 @@ def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
 def bf16_is_faster(*, on_cpu: bool = False) -> bool:
     """Return whether bf16 is faster than fp32: on a GPU with native bf16, or a CPU with AMX or AVX512-BF16.
 
-    On a CPU with AVX2, a matrix product in bf16 was measured to be three times slower than in fp32.
+    On a CPU with only AVX2, a matrix product in bf16 was measured to take three times as long as in fp32.
 
     Args:
-        on_cpu: Whether to check the CPU even if a GPU is available.
+        on_cpu: Whether the run uses the CPU even if a GPU is available.
     """
     if torch.cuda.is_available() and not on_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)

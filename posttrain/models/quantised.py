@@ -1,6 +1,6 @@
 """Adapters on quantized weights (QLoRA): checks before loading, and preparation of the model for training.
 
-Weights that bitsandbytes packed into 4 or 8 bits are read-only, so only an adapter can be trained.
+bitsandbytes packs weights into 4 or 8 bits. Packed weights cannot be changed, so that only an adapter can be trained.
 
 Reference: QLoRA, arXiv:2305.14314.
 """
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Bits per quantized weight, including scales. Weights with 4 bits have one float32 scale per 64 weights. With double
-# quantization, they have one 8-bit scale per 64 weights, and one float32 scale per 256 such scales. Weights with 8 bits have
-# one scale per row, which is not counted.
+# Bits of memory per quantized weight, including its scales. Weights with 4 bits have one float32 scale per 64 weights. With
+# double quantization, this scale has 8 bits, and 256 of these scales share one float32 scale. Weights with 8 bits have one
+# scale per row, which is not counted.
 SCALES = {(4, False): 4 + 32 / 64, (4, True): 4 + 8 / 64 + 32 / (64 * 256), (8, False): 8.0, (8, True): 8.0}
-# Parameters that are not cast: rounding would lose small updates of DoRA's magnitudes, and heads get inputs in their own dtype.
+# Parameters that are not cast. Rounding would lose small updates of DoRA's magnitudes, and heads receive inputs in their own
+# dtype.
 KEPT = ("lora_magnitude_vector", "modules_to_save", "trainable_tokens")
 
 
 def bits_of(model: nn.Module) -> int | None:
-    """Return 4 or 8 if bitsandbytes has quantized the model's weights. Return None for other models and for model names."""
+    """Return 4 or 8 if bitsandbytes has quantized the model's weights. Return None for other models, and for a model's name."""
     for name, bits in (("is_loaded_in_4bit", 4), ("is_loaded_in_8bit", 8)):
         if getattr(model, name, False) is True:
             return bits
@@ -46,7 +47,7 @@ def bits_of(model: nn.Module) -> int | None:
 
 
 def bits_asked(settings: Any) -> int | None:
-    """Return the bits that a ``quantization_config`` (object or dict) requests: 4, 8 or None.
+    """Return the number of bits that a ``quantization_config`` (object or dict) requests: 4, 8 or None.
 
     >>> bits_asked({"load_in_4bit": True}), bits_asked(None)
     (4, None)
@@ -59,7 +60,7 @@ def _setting(settings: object, name: str) -> Any:
 
 
 def weight_bits(settings: Any) -> float | None:
-    """Return the bits of memory per quantized weight, including its scales, or None without quantization.
+    """Return the number of bits of memory per quantized weight, including its scales. Return None without quantization.
 
     >>> weight_bits({"load_in_4bit": True}), weight_bits({"load_in_4bit": True, "bnb_4bit_use_double_quant": True})
     (4.5, 4.126953125)
@@ -73,16 +74,17 @@ def weight_bits(settings: Any) -> float | None:
 def check_quantised(
     model: str | nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None, quantization_config: Any
 ) -> None:
-    """Raise an error before any weight is read if quantized weights cannot be trained.
+    """Raise an error if weights are quantized but cannot be trained in this run. It is called before any weight is
+    read.
 
     Args:
-        model: The trainer's ``model`` argument, a name or an object.
+        model: Argument ``model`` of the trainer, a name or an object.
         args: The trainer's config.
         peft_config: Config of an adapter, or None.
-        quantization_config: The trainer's argument, or None. ``model_init_kwargs`` can contain the config instead.
+        quantization_config: Argument of the trainer, or None. The config can also be in ``model_init_kwargs``.
 
     Raises:
-        ConfigError: There is no adapter, or the run shards parameters (FSDP, ZeRO-3).
+        ConfigError: There is no adapter to train, or the run shards parameters (FSDP, ZeRO-3).
         MissingDependencyError: bitsandbytes is not installed.
     """
     init = args.model_init_kwargs or {}
@@ -110,8 +112,10 @@ def check_quantised(
 
 
 def _packed_already(model: str, revision: str | None) -> Any:
-    """Return the ``quantization_config`` of a quantized checkpoint. Return None for other or unreadable checkpoints."""
-    # Ignore a wrong model name here, because loading the model raises a clearer error later.
+    """Return the ``quantization_config`` of a checkpoint that is already quantized. Return None for other or unreadable
+    checkpoints.
+    """
+    # Ignore errors of a wrong model name here. Loading the model raises an error with a clearer message later.
     with contextlib.suppress(OSError, ValueError):
         return PretrainedConfig.get_config_dict(model, revision=revision)[0].get("quantization_config")
     return None
@@ -123,18 +127,20 @@ def packing_of(config: PretrainedConfig | None) -> Any:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of products with quantized weights: the config's dtype for 4-bit weights, otherwise bfloat16."""
+    """Return the dtype of products with quantized weights. For 4-bit weights, it is the dtype in their config,
+    otherwise bfloat16.
+    """
     settings = packing_of(config_of(model))
     named = getattr(settings, "bnb_4bit_compute_dtype", None) if bits_of(model) == 4 else None
     return named if isinstance(named, torch.dtype) else torch.bfloat16
 
 
 def prepare_adapter(model: nn.Module) -> None:
-    """Cast the trained adapter weights of a quantized model to the dtype of its products, and log one line.
+    """Cast the trained adapter weights of a quantized model to the dtype of its products. Log one line about the model.
 
-    Other steps of ``prepare_model_for_kbit_training`` are not needed: peft has frozen the base model, and
-    `posttrain.models.load.wrap_with_peft` has enabled gradients through recomputed layers. Norms and embeddings keep their
-    dtype, because adapters train equally well with them in 16 bits, with less memory.
+    The other steps of ``prepare_model_for_kbit_training`` are not needed. peft has frozen the base model, and
+    `posttrain.models.load.wrap_with_peft` has enabled gradients through recomputed layers. Norms and embeddings keep
+    their dtype, because adapters train equally well with 16-bit norms, which need less memory.
     """
     bits = bits_of(model)
     if bits is None:

@@ -1,4 +1,4 @@
-"""Frozen reference policy: the base model with adapters disabled, a frozen adapter, or a frozen copy of the model."""
+"""Frozen reference policy: the base model without adapters, a frozen adapter, or a frozen copy of the model."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ REF_ADAPTER = "ref"
 LAYERS = ("transformer.h.{layer}", "model.decoder.layers.{layer}", "gpt_neox.layers.{layer}", "model.layers.{layer}")
 
 
-# LoRA initializations that do not change base weights. Other methods (e.g. PiSSA) move a part of the base weights to the
-# adapter.
+# LoRA initializations that do not change base weights. Other initializations (e.g. PiSSA) move a part of the base weights into
+# the adapter.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 
 
 def moves_base(config: Any) -> bool:
-    """Return whether creating an adapter with this peft config changes the base weights."""
+    """Return whether creating an adapter with this peft config changes weights of the base model."""
     return getattr(config, "init_lora_weights", True) not in PLAIN_STARTS
 
 
@@ -47,7 +47,8 @@ def _is_peft(model: nn.Module) -> bool:
 
 @contextmanager
 def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
-    """Activate the adapter ``name`` and restore the previous one on exit, even after an exception.
+    """Activate the adapter ``name`` inside the context. On exit, the previous adapter is restored, even after an
+    exception.
 
     With ``name=None`` all adapters are disabled.
     """
@@ -65,7 +66,8 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
         finally:
             model.set_adapter(previous)
     finally:
-        # Restore requires_grad. peft sets it to True for all parameters of an adapter that it activates, even for frozen ones.
+        # Restore requires_grad. When peft activates an adapter, it sets requires_grad=True on all of its parameters, even on
+        # frozen ones.
         for parameter, learned in learns:
             if parameter.requires_grad != learned:
                 parameter.requires_grad_(learned)
@@ -74,8 +76,8 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
 def disable_dropout_in_model(model: nn.Module) -> None:
     """Set every dropout probability to 0, in dropout modules and in float attributes whose names contain "drop".
 
-    Attributes of all modules and of the model's configs are changed. ``lora_dropout`` is not changed, because the user sets it
-    explicitly in the adapter's config.
+    The attributes of all modules and of the model's configs are set. ``lora_dropout`` is not changed, because it is an
+    explicit setting of the user in the adapter's config.
     """
     holders: list[Any] = []
     for name, module in model.named_modules():
@@ -97,18 +99,19 @@ def create_reference_model(
 ) -> nn.Module:
     """Return a frozen deep copy of ``model`` in eval mode.
 
-    ``model`` itself does not change unless layers are shared.
+    ``model`` itself is changed only if layers are shared.
 
     Args:
         model: The policy.
-        num_shared_layers: Number of layers that are shared instead of copied, counted from the first layer. The embeddings are
-            then shared too. Shared parameters are the same tensors, so they are frozen in ``model`` too. None shares nothing.
-        pattern: Path of a layer's parameters, with ``{layer}`` for the index of the layer. Needed for models whose paths are not
-            in `LAYERS`.
+        num_shared_layers: Number of layers, from the first, that are shared instead of copied. The embeddings are then
+            shared too. Shared parameters are the same tensors in both models, so they are frozen in ``model`` too.
+            None: no layers are shared.
+        pattern: Path of a layer's parameters, with ``{layer}`` in place of the layer's index. It is needed for models
+            whose paths are not in `LAYERS`.
 
     Raises:
-        ModelError: No parameter matches the first layer that is not shared, so that the whole model would be frozen, or the
-            parameters are sharded over processes.
+        ModelError: The parameters are sharded over processes. Or no parameter matches the first layer that is not
+            shared, so that the whole model would be frozen.
     """
     shared = [] if num_shared_layers is None else _first_parameters(model, num_shared_layers, pattern)
     reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
@@ -116,7 +119,7 @@ def create_reference_model(
 
 
 def check_reference(reference: object, model: nn.Module) -> None:
-    """Raise an error if the reference is the policy itself or has no language-model head.
+    """Raise an error if the reference is the policy itself, or has no language-model head.
 
     It is called before any weight of the policy is read.
     """
@@ -135,7 +138,7 @@ def check_reference(reference: object, model: nn.Module) -> None:
 def log_own_checkpoint(model: nn.Module) -> None:
     """Warn if a model that becomes its own reference was loaded from a training checkpoint."""
     path = Path(name := get_config_model_id(config_of(model)))
-    # Models that were created in memory have no name.
+    # A model that was created in memory has no path.
     if name and (path / "trainer_state.json").is_file():
         logger.warning(
             "the model was loaded from the training checkpoint %s, and without ref_model it is also the reference. To resume "
@@ -153,7 +156,9 @@ def _check_vocabulary(model: nn.Module, reference: object) -> None:
 
 
 def _check_own_weights(model: nn.Module, reference: nn.Module) -> None:
-    """Raise an error if training would change weights of the reference, because both models contain the same parameters."""
+    """Raise an error if training would change weights of the reference, because policy and reference share trained
+    parameters.
+    """
     theirs = {id(parameter) for parameter in reference.parameters()}
     shared = [
         name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) in theirs
@@ -166,7 +171,7 @@ def _check_own_weights(model: nn.Module, reference: nn.Module) -> None:
 
 
 def _check_frozen_base(model: nn.Module) -> None:
-    """Raise an error if training would change base weights that the reference shares with the policy."""
+    """Raise an error if training would change base weights that policy and reference share."""
     biased = [
         name for name, config in model.peft_config.items() if getattr(config, "bias", "none") not in ("none", None)
     ]
@@ -185,7 +190,7 @@ def _check_frozen_base(model: nn.Module) -> None:
 
 
 def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list[nn.Parameter]:
-    """Return the parameters before layer ``count``, in registration order."""
+    """Return the parameters of the embeddings and of the layers before ``count``, in the order in which they are registered."""
     named = list(model.named_parameters())
     if any(is_partitioned(parameter) for _, parameter in named):
         raise ModelError(
@@ -210,20 +215,21 @@ def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list
 
 
 class Reference:
-    """Reference policy: the policy with its weights at the start of training, or a model that the user passes.
+    """Reference policy: the policy with its initial weights, or another model that the user passes.
 
-    The implementation depends on the model, so that it needs little memory:
+    The reference needs as little memory as the model allows:
 
-    - For a new adapter, the reference is the base model with adapters disabled.
-    - For a trained adapter, and for an adapter that changed the base weights (PiSSA, OLoRA), it is a frozen copy of the adapter.
-    - Otherwise, and for a trained TRAINABLE_TOKENS adapter, it is a frozen deep copy of ``model`` **as passed**, whose weights
-      can differ from the weights on the hub.
+    - For a new adapter, it is the base model with adapters disabled.
+    - For an adapter that was trained before or that changed base weights (PiSSA, OLoRA), it is a frozen copy of the
+    adapter.
+    - In all other cases, and for a TRAINABLE_TOKENS adapter that was trained before, it is a frozen deep copy of
+    ``model`` **as passed**. Its weights can differ from those on the Hub.
 
     Args:
         model: The policy.
-        fresh_adapter: Whether the adapter is new, so that training starts from the base model.
-        given: Another model to use as the reference.
-        adapter: Name of an adapter of the policy to use as the reference.
+        fresh_adapter: Whether the adapter is new, so that the base model is the policy at the start of training.
+        given: Another model that is the reference. None: the policy's initial weights.
+        adapter: Name of an adapter of the policy that is the reference.
     """
 
     def __init__(
@@ -236,7 +242,7 @@ class Reference:
     ) -> None:
         self.adapter = adapter if given is None else None
         self.copy: nn.Module | None = None
-        model = unwrapped(model)  # Remove DDP's wrapper, because it hides the adapter's attributes.
+        model = unwrapped(model)  # DDP's wrapper hides the attributes of the adapter, so remove it.
         self.policy: Any = model if _is_peft(model) else None
         if given is not None:
             _check_vocabulary(model, given)
@@ -261,7 +267,7 @@ class Reference:
                 "reference, load model and adapter a second time and pass them as ref_model."
             )
         if adapter_kind(model.active_peft_config) == "TRAINABLE_TOKENS":
-            # With tied embeddings, peft does not support a second adapter, so copy the whole model.
+            # peft does not support a second adapter with tied embeddings, so copy the whole model.
             self.copy = create_reference_model(model)
             return
         learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -271,11 +277,11 @@ class Reference:
                 "the reference would be a frozen copy of this adapter, but peft cannot create a second adapter for tied layers "
                 "(ensure_weight_tying=True). Fix: load model and adapter a second time and pass them as ref_model."
             )
-        # Creating the copy must not change the base weights, or replicate layers, a second time.
+        # Change these settings, so that creating the copy does not change base weights or replicate layers a second time.
         for name, neutral in (("init_lora_weights", True), ("layer_replication", None)):
             if hasattr(config, name):
                 setattr(config, name, neutral)
-        # Exclude these modules, because peft itself ties the copy of the embeddings to the output layer.
+        # Exclude these modules, because peft itself ties the copied embeddings to the output layer.
         if tied := getattr(config, "modules_to_tie", None):
             config.modules_to_save = [name for name in config.modules_to_save if name not in tied]
         model.add_adapter(REF_ADAPTER, config)
@@ -292,17 +298,17 @@ class Reference:
                         f"with the new weight {name}. Fix: load model and adapter a second time and pass them as ref_model."
                     )
                 if twin:
-                    # For layers narrower than r, PiSSA uses fewer ranks, so shapes can differ.
+                    # PiSSA uses fewer ranks in layers narrower than r, so that shapes can differ.
                     if parameter.shape != parameters[source].shape:
                         parameter.data = torch.empty_like(parameters[source])
                     parameter.copy_(parameters[source])
-                # Restore the user's requires_grad, because peft sets it for all parameters of the active adapter.
+                # peft sets requires_grad for all parameters of the active adapter, so restore the user's settings.
                 parameter.requires_grad_(learns[source] and not twin)
         self.adapter = REF_ADAPTER
 
     @contextmanager
     def active(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """Yield the model that computes reference log-probs. ``policy`` can be wrapped, e.g. in DDP."""
+        """Yield the model that computes the reference's log-probs. ``policy`` may be wrapped, e.g. in DDP."""
         if self.copy is not None:
             yield self.copy
             return
@@ -311,7 +317,7 @@ class Reference:
 
 
 def hash_module(module: torch.nn.Module) -> str:
-    """Return the SHA-256 of the names, shapes, dtypes and bytes of all parameters and buffers, sorted by name."""
+    """Return the SHA-256 hash of the names, shapes, dtypes and bytes of all parameters and buffers, sorted by name."""
     return hash_tensors(module.state_dict())
 
 
@@ -328,9 +334,10 @@ UNREAD = (
 
 
 def forward_settings(model: nn.Module) -> dict[str, Any]:
-    """Return the settings that determine what a model computes with its weights.
+    """Return the settings on which the result of a model's forward pass depends, in addition to its weights.
 
-    These are its config and, for a peft model, the configs and scales of its adapters and the names of the active adapters.
+    They are its config and, for a peft model, the configs and scales of its adapters and the names of the active
+    adapters.
     """
     bare: Any = unwrapped(model)
     settings: dict[str, Any] = {"config": _fields(config_of(model).to_dict())}
@@ -343,18 +350,18 @@ def forward_settings(model: nn.Module) -> dict[str, Any]:
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that affect the forward pass, with sets sorted, because their order differs between processes."""
+    """Return the fields that affect the forward pass. Sets are sorted, because their order differs between processes."""
     return {
         name: sorted(value) if isinstance(value, set) else value for name, value in config.items() if name not in UNREAD
     }
 
 
-# Number of weights per sum. It is small enough that a small change of one weight changes the float32 sum.
+# Number of weights per sum. With this number, a small change of a single weight still changes the float32 sum.
 SUMMED = 1 << 14
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of the names, shapes, dtypes and bytes of named tensors, sorted by name."""
+    """Return the SHA-256 hash of the names, shapes, dtypes and bytes of named tensors, sorted by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         value = tensor.detach().cpu()
@@ -364,18 +371,19 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def hash_frozen(module: nn.Module) -> str:
-    """Return the SHA-256 of the sums over blocks of `SUMMED` elements of all frozen parameters and buffers.
+    """Return a SHA-256 hash of all frozen parameters and buffers. It is computed from sums over blocks of `SUMMED`
+    elements.
 
-    Each value is read once, which takes less time than a forward pass.
+    Each value is read once, so that it takes less time than a forward pass.
     """
     summed = [_sums(values) for _, values in (*frozen_parameters(module), *module.named_buffers())]
-    # Concatenate the sums, so that they are copied from the device in one transfer.
+    # Concatenate the sums, so that one transfer from the device is enough.
     return hash_tensors({"sums": torch.cat([one.to(summed[0].device) for one in summed])} if summed else {})
 
 
 def _sums(values: torch.Tensor) -> torch.Tensor:
     flat = values.detach().reshape(-1)
-    # Packed weights and 8-bit floats are summed as plain bytes.
+    # Quantized weights and 8-bit floats are summed as bytes.
     if flat.element_size() == 1:
         flat = flat.view(torch.uint8)
     whole = len(flat) // SUMMED * SUMMED
@@ -384,7 +392,9 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
-    """Return the SHA-256 of all tokens and their ids, including added tokens, or None if the tokenizer has no vocabulary."""
+    """Return the SHA-256 hash of all tokens with their ids, including added tokens. Return None if the tokenizer has no
+    vocabulary.
+    """
     tokenizer = inner_tokenizer(tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         return None
@@ -392,5 +402,5 @@ def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
 
 
 def fingerprint(**settings: Any) -> str:
-    """Return a hash of ``settings`` with 32 characters."""
+    """Return a hash of ``settings`` as 32 hexadecimal characters."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]

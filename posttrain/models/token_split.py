@@ -1,4 +1,4 @@
-"""The sequence-parallel group of this process. The extension ``sequence_parallel`` creates it and computes its passes."""
+"""The sequence-parallel group of this process. The extension ``sequence_parallel`` creates it and runs its forward passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class TokenSplit(Protocol):
-    """Processes that compute their batches together. See `posttrain.extensions.sequence_parallel.split.TokenSplit`."""
+    """A sequence-parallel group: processes that compute their batches together. See
+    `posttrain.extensions.sequence_parallel.split`.
+    """
 
     @property
     def size(self) -> int:
@@ -25,7 +27,7 @@ class TokenSplit(Protocol):
         ...
 
     def help_with(self, model: nn.Module, owner: int) -> Tensor:
-        """Compute this process's columns of a training pass of process ``owner``. The result's backward must be called."""
+        """Compute this process's columns of a training pass that process ``owner`` owns. Call backward on the result."""
         ...
 
     def turns(self, last: bool) -> Iterator[tuple[int | None, bool]]:
@@ -39,32 +41,32 @@ class TokenSplit(Protocol):
         ...
 
     def check_alone(self, model: nn.Module) -> None:
-        """Raise an error if one process cannot run the model without the others."""
+        """Raise an error if the model needs all processes of the group for a forward pass."""
         ...
 
     def refuse_predict(self) -> None:
-        """Raise an error for ``predict``."""
+        """Raise an error, because ``predict`` is not supported."""
         ...
 
 
-# The sequence-parallel group of this process. All trainers of the process share it, like accelerate's state.
+# Sequence-parallel group of this process. All trainers in the process use it, like accelerate's state.
 _active: TokenSplit | None = None
 
 
 def active() -> TokenSplit | None:
-    """Return the sequence-parallel group of this process, or None."""
+    """Return the sequence-parallel group of this process. Return None if there is none."""
     return _active
 
 
 def activate(split: TokenSplit | None) -> None:
-    """Set the group that runs `posttrain.models.forward.forward`. None: only this process runs it."""
+    """Set the group that computes `posttrain.models.forward.forward`. None: this process computes it alone."""
     global _active
     _active = split
 
 
 @contextmanager
 def alone(model: nn.Module | None = None) -> Iterator[None]:
-    """Disable sequence parallelism inside the block, so that every process computes its own batches.
+    """Disable sequence parallelism inside the context, so that every process computes its own batches alone.
 
     Raises:
         ModelError: The ``model`` is sharded, so that its forward pass needs all processes of the group.
@@ -80,10 +82,10 @@ def alone(model: nn.Module | None = None) -> Iterator[None]:
 
 
 def turns(last: bool) -> Iterator[tuple[int | None, bool]]:
-    """Iterate over the processes of the group, whose batches are computed one after the other.
+    """Yield one item per process of the group. The batches of the processes are computed one after the other.
 
     Yields:
-        Group rank of the process whose batch is computed (None for this process), and whether this is the last pass before the
-        update.
+        Group rank of the process whose batch is computed (None: this process), and whether this is the last pass before
+        the update.
     """
     return iter([(None, last)]) if _active is None else _active.turns(last)

@@ -1,18 +1,20 @@
-"""Tree attention: attention over packed prefix trees without a mask, by several flash attention calls.
+"""Tree attention: attention over packed prefix trees. It needs no mask and consists of several flash attention calls.
 
-A row contains the segments of a prefix tree in depth-first order (`posttrain.types.Segment`). The tokens that attend to a segment
-are therefore a range of columns. The results of the calls are merged by their log-sum-exp (``lse``)::
+A row contains the segments of a prefix tree in depth-first order (`posttrain.types.Segment`). The tokens after a
+segment that attend to it are therefore a range of columns. The results of several calls are merged by their log-sum-exp
+(``lse``)::
 
     for each segment n:   (out, lse) of q[own(n)]   on k[own(n)], causal
     for each segment n:   (out, lse) of q[below(n)] on k[own(n)], without a mask
     merge:                lse = logaddexp over a token's parts;   out = sum of out_part * exp(lse_part - lse)
 
-Only pairs of tokens that attend to each other are computed, and memory is O(T). The number of parts of a token is the depth of
-its segment. On a CPU, each part is one call of torch's flash operator. On CUDA, each level of all trees is one call of torch's
-variable-length attention.
+Only pairs of tokens that attend to each other are computed, and memory is O(T). A token has as many parts as its
+segment is deep. On a CPU, each part is one call of torch's flash operator. On CUDA, all parts of one level of all trees
+are one call of torch's variable-length attention.
 
-In the backward pass, flash attention recomputes probabilities from ``lse`` and needs ``D = rowsum(grad_out * out)``. With the
-*merged* ``out`` and ``lse``, it returns the contributions of one part to dq, dk and dv, which are summed over parts.
+In the backward pass, flash attention computes probabilities again from ``lse``, and needs ``D = rowsum(grad_out *
+out)``. With the *merged* ``out`` and ``lse``, it returns the contributions of one part to dq, dk and dv. They are
+summed over parts.
 
 Reference: Hydragen, arXiv:2402.05099 (prefix and suffix merged by log-sum-exp); Ring Attention, arXiv:2310.01889 (the backward
 pass of parts).
@@ -47,9 +49,9 @@ logger = logging.getLogger(__name__)
 
 # Name of the eager attention function in transformers' modeling files.
 PLAIN = "eager_attention_forward"
-# Backends of transformers that are used for calls without segments.
+# Backends of transformers that compute calls without segments.
 BACKENDS = tuple(OWN_NAMES.values())
-# Arguments of an attention backend that tree attention supports or can ignore.
+# Arguments of an attention backend that tree attention supports, or that do not change its result.
 UNDERSTOOD = {
     "sliding_window",
     "s_aux",
@@ -64,14 +66,16 @@ UNDERSTOOD = {
 
 
 class Part(NamedTuple):
-    """One block of attention: a range of queries and a range of keys, with all pairs or only causal pairs.
+    """One block of attention: a range of queries and a range of keys. Either all pairs or only causal pairs are
+    computed.
 
     Attributes:
         row: Row of the batch.
         queries, keys: Ranges of columns.
-        causal: Whether queries and keys are the same columns, with causal attention. Otherwise each query attends to all keys.
-        ahead: Position of the first query minus the position of the first key, if a window ends inside the part. None if no
-            window ends there.
+        causal: Whether queries and keys are the same columns, with causal attention. If False, each query attends to
+            all keys.
+        ahead: Position of the first query minus position of the first key, if a sliding window ends inside the part.
+            None: no window ends there.
     """
 
     row: int
@@ -82,12 +86,12 @@ class Part(NamedTuple):
 
 
 def parts_of(segments: Sequence[Segment], window: int | None = None, chunk: int | None = None) -> list[Part]:
-    """Return the parts of a batch's attention. The parts within segments come first.
+    """Return all parts of a batch's attention. The parts inside segments come first.
 
     Args:
         segments: Segments in depth-first order.
-        window: Number of positions that a token attends to, including its own. None: no limit.
-        chunk: Size of chunks of positions within which tokens attend to each other (Llama 4). None: no chunks.
+        window: Number of positions to which a token attends, including its own. None: no limit.
+        chunk: Size of chunks of positions (Llama 4). A token attends only to its own chunk. None: no chunks.
     """
     if chunk is not None:
         inside = [part for segment in segments for part in _own_chunks(segment, chunk)]
@@ -101,8 +105,8 @@ def _own(one: Segment, window: int | None) -> Iterator[Part]:
     for start in range(one.start, one.stop, size):
         stop = min(start + size, one.stop)
         yield Part(one.row, slice(start, stop), slice(start, stop), True)
-        # This part attends to the preceding block. The first query attends to all of its keys except the first key, and the
-        # second-last query attends only to its last key.
+        # In this part, a block of queries attends to the block of keys before it. The first query attends to all of these keys
+        # except the first one. The second-last query attends only to the last key.
         seeing = min(stop, start + size - 1)
         if start > one.start and seeing > start:
             yield Part(one.row, slice(start, seeing), slice(start - size, start), False, size)
@@ -118,8 +122,7 @@ def _below(one: Segment, segments: Sequence[Segment], window: int | None) -> Ite
     for other in segments:
         if other.row != one.row or not one.stop <= other.start < one.end:
             continue
-        # Find the queries that attend to the segment's last key (up to stop), and the keys to which the first query attends
-        # (from first).
+        # Queries up to ``stop`` attend to the last key of the segment. The first query attends to keys from ``first`` on.
         stop = min(other.stop, other.start + last + window - other.position)
         first = max(one.position, other.position - window + 1)
         if stop <= other.start or first > last:
@@ -138,7 +141,7 @@ def _own_chunks(one: Segment, chunk: int) -> Iterator[Part]:
 
 
 def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iterator[Part]:
-    # Position after the end of the segment. A later segment can continue the last chunk from there.
+    # Position after the end of the segment. A later segment can continue the last chunk from this position.
     after = one.position + one.stop - one.start
     first, end = after // chunk * chunk, -(-after // chunk) * chunk
     if one.end == one.stop or first == after:
@@ -152,14 +155,14 @@ def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iter
 
 
 class Forest:
-    """Data about a batch that attention needs. It is an argument of the forward call.
+    """Data about a batch that attention layers need. It is passed as an argument of the model's forward call.
 
-    This is not a dataclass, because FSDP2 copies dataclasses in a layer's arguments to cast their tensors. Each layer would then
-    compute the cached values again.
+    It is not a dataclass. FSDP2 copies dataclasses in the arguments of a layer, to cast their tensors, and each layer
+    would then compute the cached values again.
 
     Args:
         batch: The batch.
-        split: Sequence-parallel group over which columns are split. None if this process has all columns.
+        split: Sequence-parallel group over which the columns are split. None: this process has all columns.
     """
 
     __slots__ = ("_kept", "_parts", "batch", "split")
@@ -176,26 +179,28 @@ class Forest:
         return self._parts[window, chunk]
 
     def mask(self, part: Part, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask of a part, see `_mask`. Parts of the same size share a mask."""
+        """Return the mask of a part; see `_mask`. Parts with the same size and position difference share one mask."""
         if part.ahead is None:
             return None
         queries, keys = (side.stop - side.start for side in (part.queries, part.keys))
         return self.kept((queries, keys, part.ahead, window, dtype), lambda: _mask(part, window, dtype))
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the result that another layer of this pass has cached under ``key``, or call ``make`` and cache its result."""
+        """Return the value under ``key`` that another layer of this pass has cached. If there is none, call ``make``
+        and cache its result.
+        """
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
     @property
     def longest(self) -> int:
-        """Number of positions of the longest path in a tree."""
+        """Maximum number of positions of a path in any of the trees."""
         return max((segment.position + segment.stop - segment.start for segment in self.batch.segments), default=0)
 
 
 def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask of a part with a window. It has the size of the part and not of the row."""
+    """Return the additive mask of a part in which a window ends. Its size is that of the part, and not of the row."""
     assert window is not None and part.ahead is not None
     queries = torch.arange(part.queries.stop - part.queries.start)
     keys = torch.arange(part.keys.stop - part.keys.start)
@@ -214,7 +219,7 @@ class Call(NamedTuple):
 
 
 class _TreeAttention(torch.autograd.Function):
-    """``softmax(scale * q k^T) v`` over the tokens that each token attends to, see the module's docstring."""
+    """Compute ``softmax(scale * q k^T) v``, where each token attends to the tokens on its path; see the module's docstring."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
@@ -236,15 +241,15 @@ class _TreeAttention(torch.autograd.Function):
         shares = product(grad, q, k, v, out, lse, ctx.call)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            # A sink is an extra logit whose value vector is zero, so d out / d sink = -p_sink * out.
+            # A sink is an additional logit whose value vector is 0, so that d out / d sink = -p_sink * out.
             share = torch.sub(sinks.to(lse)[None, :, None], lse).exp_()
             dsinks = -(share * (grad * out).sum(-1).to(lse)).sum((0, 2)).to(sinks.dtype)
         return *shares, dsinks, None
 
 
 def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return output ``(B, heads, T, d)`` and log-sum-exp ``(B, heads, T)``. Each part is one call of the CPU's flash
-    operator.
+    """Return the output ``(B, heads, T, d)`` and the log-sum-exp ``(B, heads, T)``. Each part is one call of torch's
+    flash operator for CPUs.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)
@@ -271,7 +276,9 @@ def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a part to the results of its queries in place. Half precision is computed in float32 and rounded once per part."""
+    """Merge the result of a part into the results of its queries, in place. Half precision is computed in float32 and
+    rounded once per part.
+    """
     total = torch.logaddexp(lse, part_lse)
     kept, added = torch.sub(lse, total).exp_()[..., None], torch.sub(part_lse, total).exp_()[..., None]
     if out.dtype == kept.dtype:
@@ -303,11 +310,11 @@ def _parts_backward(
 
 
 class Level(NamedTuple):
-    """Parts of attention that are computed in one call. Each part is a sequence of queries and a sequence of keys.
+    """Parts of attention that one call computes. Each part is a sequence of queries and a sequence of keys.
 
     Attributes:
         queries, keys: ``(N,)`` indices into the ``B * T`` tokens of the batch.
-        query_ends, key_ends: ``(parts + 1,)`` int32, cumulative lengths of the parts, starting with 0.
+        query_ends, key_ends: ``(parts + 1,)`` int32 cumulative lengths of the parts. They start with 0.
         most_queries, most_keys: Maximum length of a part in queries and in keys.
         causal: See `Part`.
     """
@@ -322,8 +329,8 @@ class Level(NamedTuple):
 
 
 def levels_of(segments: Sequence[Segment], width: int, device: torch.device | str) -> list[Level]:
-    """Return the levels: first a level with attention within all segments, then for each depth a level with attention of
-    later tokens to the segments of this depth.
+    """Return the levels. The first level is the attention inside all segments. Then there is one level per depth, in
+    which later tokens attend to the segments of this depth.
 
     Args:
         segments: Segments in depth-first order.
@@ -362,7 +369,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _by_levels(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Compute the same as `_by_parts`, with one call of variable-length attention per level."""
+    """Compute the same as `_by_parts`, with one call of torch's variable-length attention per level."""
     rows, heads, width, size = q.shape
     flat = [_flat(x) for x in (q, k, v)]
     out = torch.zeros(rows * width, heads, size, dtype=torch.float32, device=q.device)
@@ -410,7 +417,7 @@ def varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the contributions of one level to dq, dk and dv, from the merged ``out`` and ``lse``."""
     left, right = _sides(level, call.window)
-    # The kernel needs a random state for dropout, but does not use it here.
+    # The kernel has an argument for the random state of dropout, which is not used here.
     nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, level.query_ends, level.key_ends, level.most_queries, level.most_keys, 0.0, level.causal,
@@ -419,7 +426,7 @@ def varlen_backward(
 
 
 def _sides(level: Level, window: int | None) -> tuple[int, int]:
-    """Return the numbers of keys before and after its own key that a query attends to. -1 means all keys."""
+    """Return the numbers of keys, before and after a query's own position, to which it attends. -1 means all keys."""
     if not level.causal:
         return -1, -1
     return (-1 if window is None else window - 1), 0
@@ -441,14 +448,15 @@ def tree_attention(
 
     Args:
         q: ``(B, heads, T, d)``.
-        k: ``(B, KV heads, T, d)``. The number of heads is a multiple of KV heads.
-        v: ``(B, KV heads, T, d_v)``. Its head size can differ.
+        k: ``(B, KV heads, T, d)``. The number of query heads is a multiple of the number of KV heads.
+        v: ``(B, KV heads, T, d_v)``. d_v may differ from d.
         forest: The prefix trees of the batch.
         scale: Factor of the scores.
-        window: Number of positions that a token attends to, including its own. None: no limit.
+        window: Number of positions to which a token attends, including its own. None: no limit.
         sinks: ``(heads,)`` additional logit per head, whose value vector is zero. None: no such logits.
         softcap: Limit of the scaled scores, ``softcap * tanh(scores / softcap)``. Supported only on a CPU.
-        chunk: Size of chunks of positions within which tokens attend to each other. Supported only on a CPU.
+        chunk: Size of chunks of positions. A token attends only to its own chunk. Supported only on a CPU. None: no
+            chunks.
 
     Returns:
         ``(B, heads, T, d_v)``, zero for padding.
@@ -458,7 +466,7 @@ def tree_attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     elif not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
-    # Pad to equal head sizes, because kernels require them. In latent attention (DeepSeek), keys are longer than values.
+    # Kernels need equal head sizes, so pad values. In latent attention (DeepSeek), keys are longer than values.
     size = v.shape[-1]
     most = max(size, q.shape[-1])
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
@@ -466,14 +474,14 @@ def tree_attention(
         return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale, softcap, chunk))[..., :size]
 
 
-# Tree attention is not compiled, because its calls depend on the trees, which differ in every pass.
+# Do not compile tree attention. Its calls depend on the trees, which differ in every pass.
 _uncompiled: Any = torch.compiler.disable(tree_attention)
 
 
 def refusal(
     module: nn.Module, q: Tensor, dropout: float, forest: Forest, rest: dict[str, Any], chunk: int | None
 ) -> str:
-    """Return why tree attention does not support a layer, or "" if it does."""
+    """Return the reason why tree attention does not support a layer. Return "" if it does."""
     if q.device.type != "cpu" and (fault := no_varlen(q, forest, rest.get("sliding_window"))):
         return fault
     if q.device.type != "cpu" and rest.get("softcap"):
@@ -489,7 +497,7 @@ def refusal(
 
 
 def no_kernel(device: str, dtype: torch.dtype) -> str:
-    """Return why there is no kernel for tree attention on a device, or "" if there is one."""
+    """Return the reason why a device has no kernel for tree attention. Return "" if it has one."""
     if device == "cpu":
         return ""
     if device != "cuda":
@@ -499,7 +507,7 @@ def no_kernel(device: str, dtype: torch.dtype) -> str:
 
 
 def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
-    """Return why variable-length attention does not support these queries, or "" if it does."""
+    """Return the reason why variable-length attention does not support these queries. Return "" if it does."""
     dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
     if reason := no_kernel(q.device.type, dtype):
         return reason
@@ -511,8 +519,8 @@ def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
 
 @cache
 def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the function that transformers calls for a backend: tree attention if the call has a forest, otherwise the
-    backend ``own``.
+    """Return the function that transformers calls for an attention backend. If the call has a forest, it computes tree
+    attention, otherwise it calls the backend ``own``.
     """
 
     def attention(
@@ -542,7 +550,7 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
 
             ratio = query.shape[1] // key.shape[1] if masked else None
             return forest.split.attention(whole, query, key, value, sinks, ratio), None
-        # A call with a mask belongs to a layer that tree attention does not support (see `attention_inputs`).
+        # If there is a mask, tree attention does not support this layer (see `attention_inputs`).
         if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
         window, chunk = rest.get("sliding_window"), None
@@ -566,7 +574,8 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
 
 @torch.enable_grad()
 def kernel_fault(device: torch.device, dtype: torch.dtype, heads: int, kv: int, size: int) -> str:
-    """Compare output and gradients of tree attention on a device with an explicit softmax. Return "" if they agree.
+    """Compare output and gradients of tree attention with an explicit softmax on a device. Return "" if they agree,
+    else the difference.
 
     Args:
         device: Device of the model.
@@ -610,8 +619,8 @@ def _plain_attention(module: nn.Module, *tensors: Tensor | None, **rest: Any) ->
 
 @cache
 def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the eager attention function from the file that defines a layer's forward method. transformers does not
-    register it.
+    """Return the eager attention function from the file that defines the layer's forward method. transformers does not
+    register this function.
     """
     files = (inspect.unwrap(vars(base)["forward"]).__globals__ for base in kind.__mro__ if "forward" in vars(base))
     if found := next((names[PLAIN] for names in files if PLAIN in names), None):
@@ -623,10 +632,10 @@ def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 def install(model: nn.Module) -> None:
-    """Register tree attention with transformers, and set its name in the configs of a model's text layers.
+    """Register tree attention in transformers, and set its name in the configs of a model's text layers.
 
-    The names are kept until `uninstall`, because a backward pass with checkpointing calls the layers again. Without a
-    forest, calls use the previous backend.
+    The names stay set until `uninstall`, because a backward pass with checkpointing calls the layers again. Calls
+    without a forest use the previous backend.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -640,8 +649,8 @@ def install(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Restore transformers' names of backends in the configs of a model's text layers. transformers' continuous batching
-    compares these names.
+    """Set the names of transformers' own backends in the configs of a model's text layers again. transformers'
+    continuous batching compares these names.
     """
     rename_attention(model, _without_own)
 
@@ -658,18 +667,20 @@ def uninstalled(model: nn.Module) -> AbstractContextManager[None]:
 def forest_mask(
     batch: Batch, window: int | None = None, chunk: int | None = None, span: Tensor | None = None
 ) -> Tensor:
-    """Return which token attends to which: to earlier tokens of its own segment and to all tokens of its prefix segments.
+    """Return a mask of which token attends to which. A token attends to itself, to earlier tokens of its segment, and
+    to all tokens of its prefix segments.
 
     Args:
         batch: The batch.
-        window: Size of the sliding window in positions along a path, so the window of a branch includes tokens of its prefix.
-        chunk: Size of chunks of positions within which tokens attend to each other (Llama 4).
-        span: ``(B, T)`` index of a block whose tokens attend to each other in both directions, even outside of the window. It is
-            -1 outside of blocks.
+        window: Size of the sliding window, in positions along a path. The window of a branch can therefore include
+            tokens of its prefix.
+        chunk: Size of chunks of positions (Llama 4). A token attends only to its own chunk.
+        span: ``(B, T)`` index of a block. Tokens of the same block attend to each other in both directions, even
+            outside of the window. -1: the token is in no block.
 
     Returns:
-        ``(B, 1, T, T)`` bool, True where the token of the third dimension attends to the token of the last dimension. Padding
-        attends to itself, because a softmax over no tokens is NaN.
+        ``(B, 1, T, T)`` bool. True means that the token of the third dimension attends to the token of the last
+        dimension. Padding attends to itself, because a softmax over no tokens would be NaN.
     """
     until, position = batch.seen_until, batch.position_ids
     index = torch.arange(until.shape[1], device=until.device)
@@ -707,17 +718,18 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
         some[one.row, first : -(-one.end // size), first:last] |= (index[:, None] >= index)[
             first : -(-one.end // size), first:last
         ]
-        # Mark blocks of keys that are completely inside the segment. All later queries attend to all keys of such a block.
+        # Mark blocks of keys that are completely inside the segment. All later queries on its path attend to all keys of such a
+        # block.
         inside = slice(-(-one.start // size), one.stop // size)
         for column in range(inside.start, inside.stop):
             whole[one.row, column + 1 : one.end // size, column] = True
     if span is not None:
-        # Bidirectional blocks are short, so they add only blocks near the diagonal.
+        # Bidirectional blocks of tokens are short, so that they only add blocks near the diagonal.
         some |= (index[:, None] - index).abs() <= -(-int(torch.unique(span, return_counts=True)[1].max()) // size)
     if window is not None or chunk is not None or span is not None:
         whole &= False
     some &= ~whole
-    # Join the number and the indices of key blocks for each query block, so that one copy to the device is enough.
+    # Join numbers and indices of the key blocks of each query block, so that one copy to the device is enough.
     both = torch.stack([some, whole]).int()
     listed = torch.cat([both.sum(-1, keepdim=True), both.argsort(dim=-1, descending=True, stable=True)], -1)
     numbers, order = listed.int()[:, :, None].to(until.device).split([1, count], -1)
@@ -753,7 +765,7 @@ _strict = False
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raise an error inside the block if tree attention does not support a layer, instead of using a mask."""
+    """Raise an error inside the context if tree attention does not support a layer, instead of using a mask."""
     global _strict
     former, _strict = _strict, True
     try:

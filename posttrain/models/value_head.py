@@ -1,4 +1,4 @@
-"""Value functions of a policy: a head on the policy's trunk, or a second model that runs in each forward pass."""
+"""Value functions of a policy: a head on the policy's last hidden states, or a second model that runs in each forward pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hidden_size(config: PretrainedConfig) -> int:
 
 
 class ValueHead(nn.Module):
-    """Linear layer that maps each hidden state to its value.
+    """Linear layer that maps each hidden state to a value.
 
     Args:
         config: Config of the model whose hidden states are the inputs.
@@ -59,18 +59,19 @@ class ValueHead(nn.Module):
         self.summary = nn.Linear(hidden_size(config), 1)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map hidden states ``(..., H)`` of any dtype to values ``(..., 1)`` in the head's dtype."""
+        """Compute values ``(..., 1)``, in the head's dtype, from hidden states ``(..., H)`` of any dtype."""
         return self.summary(hidden_states.to(self.summary.weight.dtype))
 
 
 def attach_value(policy: nn.Module, value: nn.Module | None = None) -> nn.Module:
-    """Add the value function to the policy as a submodule, so that ``forward(policy, batch, needs)`` can return ``values``.
+    """Attach a value function to the policy as a submodule. ``forward(policy, batch, needs)`` can then return
+    ``values``.
 
-    As a submodule, it is wrapped, sharded, optimized and set to eval mode together with the policy.
+    A submodule is wrapped, sharded, optimized and set to eval mode together with the policy.
 
     Args:
         policy: A causal language model, with or without adapters.
-        value: A sequence classifier with one label, or a `ValueHead`. None: a new head whose values are all 0.
+        value: A sequence classifier with one label, or a `ValueHead`. None: a new head, whose initial values are all 0.
 
     Returns:
         The value function.
@@ -99,20 +100,22 @@ def _held(policy: nn.Module) -> tuple[Any, str, nn.Module] | None:
 
 
 def value_of(policy: nn.Module) -> nn.Module | None:
-    """Return the policy's value function (a head or a second model), or None."""
+    """Return the value function that is attached to the policy (a head or a second model). Return None if there is none."""
     attached = _held(policy)
     return None if attached is None else attached[2]
 
 
 def critic_of(policy: nn.Module) -> nn.Module | None:
-    """Return the policy's value model, or None if the value function is a head or does not exist."""
+    """Return the policy's value model. Return None if the value function is a head, or if there is none."""
     value = value_of(policy)
     return None if isinstance(value, ValueHead) else value
 
 
 @contextmanager
 def without_value(policy: nn.Module) -> Iterator[None]:
-    """Detach the value function inside the block, in which the policy is saved or loaded, and restore it afterwards."""
+    """Detach the value function inside the context, so that the policy can be saved or loaded alone. It is attached
+    again on exit.
+    """
     attached = _held(policy)
     if attached is not None:
         del attached[0]._modules[attached[1]]
@@ -124,13 +127,15 @@ def without_value(policy: nn.Module) -> Iterator[None]:
 
 
 def value_state(policy: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of the value function, without the policy's prefix, or an empty dict."""
+    """Return the state dict of the value function, with names that do not contain the policy's prefix. It is empty if
+    there is none.
+    """
     attached = _held(policy)
     return {} if attached is None else dict(attached[2].state_dict())
 
 
 def load_value_state(policy: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load the state dict from `value_state` into the policy's value function.
+    """Load a state dict that `value_state` returned into the policy's value function.
 
     Raises:
         ModelError: The tensors do not fit the value function.
@@ -146,7 +151,7 @@ def load_value_state(policy: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def check_scorer(model: nn.Module, role: str) -> None:
-    """Raise an error if a reward or value model does not return one number per text.
+    """Raise an error if a reward model or value model does not return exactly one number per text.
 
     Raises:
         ModelError: The model does not have exactly one label, or has no classification head.
@@ -161,13 +166,13 @@ def check_scorer(model: nn.Module, role: str) -> None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: nn.Module, role: str) -> None:
-    """Raise an error if the vocabulary of a reward or value model does not match the policy's tokenizer.
+    """Raise an error if the vocabulary of a reward model or value model does not match the policy's tokenizer.
 
-    The model's tokenizer is loaded from the model's path or the local cache, without a download. A token that exists in only one
-    vocabulary (e.g. an added pad token) is allowed if the model has an embedding for its id.
+    The model's tokenizer is loaded from the model's path or the local cache, without a download. A token may exist in
+    only one of the vocabularies (e.g. an added pad token), if the model has an embedding for its id.
 
     Raises:
-        ModelError: An id stands for different tokens, or the model has too few embeddings for the policy's ids.
+        ModelError: The same id stands for different tokens, or the model has too few embeddings for the policy's ids.
     """
     rows = model.get_input_embeddings().weight.shape[0]
     ours = {index: token for token, index in tokenizer.get_vocab().items() if index != tokenizer.pad_token_id}
@@ -194,7 +199,7 @@ def _own_vocabulary(model: nn.Module) -> dict[int, str]:
         return {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
-    # Many reward models have no tokenizer. In this case, only the size of the vocabulary is compared.
+    # Many reward models have no tokenizer. Only the sizes of the vocabularies can be compared then.
     except Exception as error:
         logger.info(
             "the tokenizer of %s cannot be loaded (%s), so its vocabulary is not compared.", name, type(error).__name__

@@ -31,28 +31,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Components of module names that belong to the projector between the vision tower and the text model.
+# Parts of module names that identify the projector between the vision tower and the text model.
 PROJECTOR = {
     "aligner", "connector", "deepstack_merger_list", "image_newline", "merger", "merger_list", "multi_modal_projector",
     "projector",
 }  # fmt: skip
-SAMPLES = 16  # Number of elements of each trained weight that are compared to detect a change.
-PROBED = ((56, 56), (112, 56), (84, 140))  # Sizes (width, height) of the probe images, in pixels.
+SAMPLES = 16  # Number of elements of each trained weight that are compared to detect changes.
+# Sizes (width, height) in pixels of the images with which processors and models are tested.
+PROBED = ((56, 56), (112, 56), (84, 140))
 
 
 class PictureEncoder:
-    """Image encoder that runs a model's vision tower once per image and pass.
+    """Encodes images with the vision tower of a model. Each image is encoded once per pass.
 
-    Features without gradient are cached for later passes.
+    Features that need no gradient are cached for later passes.
 
     Args:
         processor: Converts images to pixel tensors.
-        cache_bytes: Capacity of the feature cache in bytes. The least recently used features are evicted first.
+        cache_bytes: Size of the feature cache in bytes. If it is full, the least recently used features are removed.
 
     Attributes:
-        encoded, reused: Number of images that were encoded, and that were read from the cache, since the start.
-        seconds: Seconds of preparing and encoding images. On an accelerator, only the time until the work is queued.
-        next: Encoder of another model whose next pass has the same images. It gets the prepared pixels.
+        encoded, reused: Numbers of images that were encoded and that were found in the cache, since the start.
+        seconds: Number of seconds for preparing and encoding images. On an accelerator, it is only the time until the
+            work is queued.
+        next: Encoder of another model whose next pass contains the same images. It receives the prepared pixels.
         given: Pixels that another encoder has prepared.
     """
 
@@ -62,7 +64,7 @@ class PictureEncoder:
         self.given: dict[Picture, dict[str, Tensor]] = {}
         self.encoded = self.reused = 0
         self.seconds = 0.0
-        # For each level of features: True if the model's forward method needs a list of images, and False if it needs one
+        # For each level of features: whether the model's forward method expects a list with one tensor per image (True) or one
         # tensor.
         self._listed: list[bool] = []
         self._kept: OrderedDict[Any, list[Tensor]] = OrderedDict()
@@ -72,14 +74,15 @@ class PictureEncoder:
         return PictureEncoder(self.processor, self.cache_bytes)
 
     def inputs(self, model: nn.Module, placed: Sequence[Placed], kept: Tensor | None = None) -> dict[str, Any]:
-        """Return the model's keyword arguments with the features of images in canvas order.
+        """Return the keyword arguments with which the model receives the features of images. They are in the order of
+        the placeholders.
 
-        These are ``mm_encoder_outputs``, or ``cross_attention_states`` and ``tiles`` for cross-attention families. An image that
-        occurs several times is encoded once.
+        The arguments are ``mm_encoder_outputs``, or ``cross_attention_states`` and ``tiles`` in families with
+        cross-attention. If an image occurs several times, it is encoded once.
 
         Args:
             model: A transformers model without wrappers.
-            placed: Images in the order of their placeholders on the canvas.
+            placed: Images in the order of their placeholders in the batch.
             kept: Mask of the features that the pass needs, in the same order. None: all features.
 
         Raises:
@@ -89,8 +92,8 @@ class PictureEncoder:
 
         counts = {image.picture: image.count for image in placed}
         weights = tower_parameters(model).values()
-        # If the tower is trained, encode images in every pass, because cached features have no autograd graph. Also run a
-        # sharded tower in every pass, because its collectives need all processes.
+        # If the tower is trained, encode images in every pass, because cached features have no autograd graph. If it is
+        # sharded, also run it in every pass, because its collectives need all processes.
         trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         fresh = trains or gathers_in_forward(_tower(model))
         layers = (module for module in _tower(model) if isinstance(module, BaseTunerLayer))
@@ -101,8 +104,7 @@ class PictureEncoder:
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)
         if missing:
             began = time.perf_counter()
-            # Build no graph for a frozen tower, even if its inputs require gradients, because other processes build none
-            # either.
+            # Build no graph for a frozen tower, even if its inputs require gradients. Other processes build none either.
             with torch.set_grad_enabled(trains):
                 encoded = self._encode(model, missing, counts)
             for picture, features in zip(missing, encoded, strict=True):
@@ -126,14 +128,14 @@ class PictureEncoder:
         return for_tower(model, inputs)
 
     def crossed(self, model: nn.Module, batch: Batch, placed: Sequence[Placed]) -> dict[str, Any]:
-        """Return cross-attention features for one tree and the mask of features that each token attends to."""
+        """Return the features for cross-attention of one tree, and a mask of the features to which each token attends."""
         inputs = self.inputs(model, placed)
         inputs["cross_attention_mask"] = self.processor.cross_mask(batch.input_ids, inputs.pop("tiles"))
         return inputs
 
     def _beside(self, model: nn.Module, joined: dict[str, Tensor]) -> list[list[Tensor]]:
-        """Return for each image features ``(tiles · tokens, H)`` and a mask ``(tiles,)``, 1 for tiles that contain part of
-        the image.
+        """Return, for each image, features ``(tiles · tokens, H)`` and a mask ``(tiles,)``. The mask is 1 for tiles that
+        contain a part of the image.
         """
         inner = model.model
         output = inner.vision_model(**joined).last_hidden_state  # (1, N, tiles, tokens, width)
@@ -141,13 +143,14 @@ class PictureEncoder:
         return [list(pair) for pair in zip(features, joined["aspect_ratio_mask"][0], strict=True)]
 
     def idle(self, model: nn.Module) -> dict[str, Any]:
-        """Give image parameters a zero gradient in a pass without images, because other processes may have images.
+        """Give the parameters for images a gradient of zero in a pass without images, because other processes may have
+        images.
 
-        These parameters are the vision tower and, in cross-attention families, the layers that attend to image features. In a
-        pass without images, such layers are skipped. A missing gradient would block other processes, or be reduced with the
-        gradient of another parameter, because gradients are reduced in the order in which they are ready. A probe image is
-        therefore encoded and its features are multiplied by zero. A sharded tower runs even without gradients, because its
-        layers are gathered from all processes.
+        These parameters are the vision tower and, in families with cross-attention, the layers that attend to image
+        features. A pass without images skips them, so that they get no gradient. Other processes would then wait
+        forever, or their gradients would be reduced with those of another parameter, because gradients are reduced in
+        the order in which they are ready. Therefore, a probe image is encoded and its features are multiplied by zero.
+        A sharded tower is run even without gradients, because its layers are gathered from all processes.
         """
         trained = [w for w in tower_parameters(model).values() if w.requires_grad and torch.is_grad_enabled()]
         beside = [w for w in self._crossing(model) if w.requires_grad and torch.is_grad_enabled()]
@@ -181,7 +184,9 @@ class PictureEncoder:
         return torch.stack([level.float().sum() for level in levels]).sum()
 
     def unreached(self, model: nn.Module) -> set[str]:
-        """Return names of tower parameters that do not affect features, e.g. the last layer for ``vision_feature_layer=-2``."""
+        """Return the names of tower parameters on which features do not depend, e.g. the last layer for
+        ``vision_feature_layer=-2``.
+        """
         named = {name: one for name, one in tower_parameters(model).items() if one.requires_grad}
         if not named or self.processor.family.whole:
             return set()
@@ -190,7 +195,7 @@ class PictureEncoder:
         return {name for name, grad in zip(named, grads, strict=True) if grad is None}
 
     def _encode(self, model: nn.Module, pictures: list[Picture], counts: dict[Picture, int]) -> list[list[Tensor]]:
-        """Return features ``(tokens, H)`` of each image, and an additional tensor of this shape per deepstack level."""
+        """Return the features ``(tokens, H)`` of each image, and one more tensor of this shape per deepstack level."""
         pixels = [self.given.get(picture) or self.processor.prepare(picture) for picture in pictures]
         self.given = {}
         if self.next is not None:
@@ -209,12 +214,12 @@ class PictureEncoder:
         return [list(parts) for parts in zip(*(level.split(sizes) for level in flat), strict=True)]
 
     def _output(self, levels: list[Tensor]) -> Any:
-        """Return all features of a canvas in the format of the model's forward method."""
+        """Return all features of a pass in the format that the model's forward method expects."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         first, *deeper = self._listed
-        # For SmolVLM, transformers before 5.18 reads the second dimension of the tensor as the number of tokens per image. This
-        # number must divide the tokens of each row.
+        # In transformers before 5.18, SmolVLM reads the second dimension of the tensor as the number of tokens per image. This
+        # number must divide the number of image tokens of each row.
         output: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if first else levels[0][:, None])
         output.deepstack_features = [[one] if listed else one for one, listed in zip(levels[1:], deeper, strict=True)]
         return output
@@ -234,12 +239,14 @@ class PictureEncoder:
 
 
 def _shown(picture: Picture) -> tuple[str, str]:
-    """Return an image's digest and background, which determine its pixels. A cache key must not contain the image itself."""
+    """Return the digest and the background of an image, on which its pixels depend. The image itself must not be part
+    of a cache key.
+    """
     return picture.digest, picture.background
 
 
 def _state(weight: Tensor) -> tuple[int, int, float]:
-    """Return a value that changes if the weight changes.
+    """Return a value that changes when the weight changes.
 
     Fused optimizers do not increase ``_version``, so some elements of trained weights are compared too.
     """
@@ -248,7 +255,9 @@ def _state(weight: Tensor) -> tuple[int, int, float]:
 
 
 def image_features(model: nn.Module, joined: Mapping[str, Tensor]) -> tuple[list[bool], list[Tensor]]:
-    """Return for the output and each deepstack level whether features are a list, and features ``(sum of tokens, H)``."""
+    """Return, for the output and for each deepstack level, whether features are a list. Also return the features ``(sum
+    of tokens, H)``.
+    """
     encode = getattr(model, "get_image_features", None) or model.model.get_image_features
     output = encode(**joined, return_dict=True)
     levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
@@ -263,12 +272,12 @@ def _accepts_features(model: nn.Module) -> bool:
 def _use_features(base: nn.Module, args: tuple[()], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Make ``get_image_features`` return ``mm_encoder_outputs`` during a forward pass of transformers before 5.18.
 
-    A forward hook, `_drop_features`, restores the method.
+    The forward hook `_drop_features` restores the method.
     """
     features = kwargs.pop("mm_encoder_outputs", None)
     if features is not None:
         output = features["image"]
-        # Pass any tensor as pixels. The forward method encodes images only if it gets pixels, but no other code reads them.
+        # Pass any tensor as pixels. The forward method uses images only if it gets pixels, but no code reads their values.
         kwargs["pixel_values"] = output.pooler_output[0]
         base.get_image_features = lambda *_, **__: output
     return args, kwargs
@@ -279,10 +288,10 @@ def _drop_features(base: nn.Module, *_: object) -> None:
 
 
 def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return features of prepared images, computed on fake tensors.
+    """Return features for prepared images, computed on fake tensors.
 
-    A tower that needs values of tensors cannot run on fake tensors. For such a tower, a tensor as large as its saved
-    activations is returned.
+    Some towers need the values of tensors, so that they cannot run on fake tensors. For them, a tensor with as many
+    elements as the saved activations is returned.
 
     Args:
         model: Model with fake tensors as parameters.
@@ -300,10 +309,12 @@ def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch
 
 
 def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
-    """Return the number of activation elements that the tower saves: patches x width x layers, from its config.
+    """Return the number of activation elements that the tower saves. It is computed from the config as patches x width
+    x layers.
 
-    For each patch, a recomputed layer saves its input, and other trained layers save about 8 widths and 2 inner widths. A frozen
-    layer saves nothing. The layer that is currently computed needs 8 widths and 2 inner widths in any case.
+    For each patch, a layer with checkpointing saves its input. Other trained layers save about 8 widths and 2 inner
+    widths, and frozen layers save nothing. In addition, the layer that is being computed needs 8 widths and 2 inner
+    widths.
     """
     config, trained = model.config.vision_config, any(one.requires_grad for one in tower_parameters(model).values())
     width = getattr(config, "embed_dim", None) or config.hidden_size
@@ -319,7 +330,9 @@ def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
 
 
 def _flat(features: Any) -> Tensor:
-    """Flatten features to ``(tokens, H)``. They are a list with one entry per image or row, or a tensor ``(N, tokens, H)``."""
+    """Flatten features to ``(tokens, H)``. They can be a list with one entry per image or row, or a tensor ``(N,
+    tokens, H)``.
+    """
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([one.flatten(0, -2) for one in features])
@@ -331,7 +344,9 @@ def probe_pictures(processor: PictureProcessor) -> list[Picture]:
 
 
 def probe_rows(model: nn.Module) -> list[Row]:
-    """Return two prompts with one image each, of different sizes, and their completions. Empty without `install_pictures`."""
+    """Return two prompts with one image of different size each, and their completions. Return no rows without
+    `install_pictures`.
+    """
     encoder, rows = picture_encoder(model), []
     if encoder is not None:
         words = encoder.processor.tokenizer("which one is it, and where?", add_special_tokens=False)["input_ids"]
@@ -343,7 +358,7 @@ def probe_rows(model: nn.Module) -> list[Row]:
 
 
 def plain_inputs(model: nn.Module, sequence: Tensor, row: Row, index: int) -> dict[str, Tensor]:
-    """Return the processor's inputs for one sequence ``(1, T)``: a row's prompt and its completion ``index``."""
+    """Return the processor's inputs for one sequence ``(1, T)``, which is the prompt of a row with its completion ``index``."""
     encoder = picture_encoder(model)
     segments = [*row.pictures[:1], *row.pictures[index + 1 : index + 2]]
     pictures = [image.picture for segment in segments for image in segment]
@@ -353,12 +368,13 @@ def plain_inputs(model: nn.Module, sequence: Tensor, row: Row, index: int) -> di
 
 
 def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
-    """Return the inputs that ``generate`` needs in addition to the ids: features and the family's token types.
+    """Return the inputs that ``generate`` needs in addition to token ids: features, and the token types of the model
+    family.
 
     Args:
         model: Model prepared with `install_pictures`.
         ids: ``(B, T)`` token ids of all rows, padded on the left.
-        placed: Images of each row. An image that occurs several times is encoded once.
+        placed: Images of each row. If an image occurs several times, it is encoded once.
 
     Raises:
         ModelError: The model was not prepared for images. PT-G011: a row's number of placeholders differs from the number that
@@ -374,7 +390,7 @@ def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Plac
             f"PT-G011: prompts have {at_pictures.sum(1).tolist()} image placeholders, but their images need {wanted}."
         )
     if processor.family.cross or processor.family.whole or not _accepts_features(inner):
-        # The model encodes the images itself. In cross-attention families, all rows of a call have the same number of images.
+        # The model encodes images itself. In families with cross-attention, all rows of a call have the same number of images.
         return encoder.whole(inner, ids, placed) | processor.token_types(ids, ids.shape[1])
     flat = [image for row in placed for image in row]
     inputs = encoder.inputs(inner, flat) | processor.token_types(ids, ids.shape[1])
@@ -392,7 +408,7 @@ def for_tower(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def tower_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of tower and projector by name: all parameters outside of the text model and its head."""
+    """Return the parameters of tower and projector by name. They are all parameters outside of the text model and its head."""
     return {name: one for name, one in causal_lm(model).named_parameters() if not _of_text(name)}
 
 
@@ -408,11 +424,11 @@ def _of_text(name: str) -> bool:
 def frozen_parameters(model: nn.Module, choice: Any, *, images: bool) -> dict[str, nn.Parameter]:
     """Return the parameters of tower and projector that are frozen, by name.
 
-    These are the parameters that ``choice`` freezes and the parameters that do not affect the loss.
+    They are the parameters that ``choice`` freezes, and the parameters on which the loss does not depend.
 
     Args:
         model: Model without wrappers.
-        choice: Value of ``freeze_vision``.
+        choice: Value of the option ``freeze_vision``.
         images: Whether rows have images.
     """
     tower = tower_parameters(model)
@@ -425,9 +441,9 @@ def frozen_parameters(model: nn.Module, choice: Any, *, images: bool) -> dict[st
 
 
 def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> Any:
-    """Return the adapter's config with its targets restricted to the text model's layers.
+    """Return a copy of an adapter config whose target modules are restricted to the text model.
 
-    The config is not changed if ``choice`` is False or its targets are a regular expression.
+    If ``choice`` is False, or the target modules are a regular expression, the config is returned unchanged.
     """
     if config is None or choice is False or not hasattr(config, "target_modules"):
         return config
@@ -452,7 +468,7 @@ def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> 
 
 @torch.no_grad()
 def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes: int = 2**30) -> PictureEncoder:
-    """Prepare a model for batches with images, and return its encoder.
+    """Prepare a model for batches with images. Return its image encoder.
 
     Args:
         model: Model with a vision tower, wrapped or not.
@@ -460,9 +476,9 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
         cache_bytes: See `PictureEncoder`.
 
     Raises:
-        ModelError: Processor and model do not match (PT-G004), because their family, placeholder, or number of features per image
-            differs. Or the family is unknown, and results of packed rows with images differ from results of the processor's
-            own inputs.
+        ModelError: Processor and model do not match (PT-G004): their family, their placeholder, or the number of
+            features per image differs. Or the family is unknown, and packed rows with images give other results than
+            the processor's own inputs.
     """
     inner: Any = causal_lm(model)
     installed = picture_encoder(inner)
@@ -494,11 +510,11 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
 
 
 def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> None:
-    """Load a checkpoint whose weights have the hub's names instead of the names of the model's parameters.
+    """Load a checkpoint whose weights have the names on the Hub instead of the names of the model's parameters.
 
-    `transformers.Trainer` loads weights by the names in the file and ignores unknown names, so most vision-language models would
-    continue with their initial weights. This function does nothing for adapters and sharded weights, which have the names of the
-    parameters.
+    `transformers.Trainer` loads weights by the names in the file and ignores unknown names, so that most
+    vision-language models would continue with their initial weights. For adapters and sharded weights, whose files
+    contain the names of the parameters, this function does nothing.
 
     Args:
         model: Model that is trained.
@@ -517,11 +533,12 @@ def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> Non
 
 
 def refuse_skipped_layers(model: nn.Module, accelerator: Accelerator) -> None:
-    """Raise an error if processes could deadlock because one of them has a pass without images.
+    """Raise an error if a pass without images on one process could make other processes wait forever.
 
     Raises:
-        ModelError: The model has cross-attention to images (Mllama) and its parameters are sharded, so processes without images
-            skip layers that other processes gather. Or the model encodes images itself, and its tower is sharded or trained.
+        ModelError: The model has cross-attention to images (Mllama) and its parameters are sharded. A process without
+            images would then skip layers that other processes gather. Or the model encodes images itself, and its tower
+            is sharded or trained.
     """
     encoder = picture_encoder(model)
     if encoder is None or accelerator.num_processes == 1:
@@ -542,9 +559,12 @@ class VisionView:
     """Inputs of a forward pass that depend on images.
 
     Attributes:
-        position_ids: ``(B, T)``, or ``(3, B, T)`` for families with three dimensions. None if the model computes positions.
-        span: ``(B, T)`` index of the token's bidirectional block, -1 outside of blocks. None if there are no such blocks.
-        inputs: Function from the model without wrappers to additional keyword arguments of its forward method, or None.
+        position_ids: ``(B, T)``, or ``(3, B, T)`` for families with three-dimensional positions. None: the model
+            computes positions.
+        span: ``(B, T)`` index of the bidirectional block of each token. -1: the token is in no block. None: there are
+            no blocks.
+        inputs: Function that maps the model without wrappers to additional arguments of its forward method. None: no
+            further arguments.
     """
 
     position_ids: Tensor | None
@@ -553,16 +573,18 @@ class VisionView:
 
 
 def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:
-    """Return positions, blocks and features of a batch. A batch without images gets text positions.
+    """Return positions, bidirectional blocks and image features of a batch. A batch without images gets the positions
+    of text.
 
     Args:
         model: Model prepared with `install_pictures` if the batch has images.
         batch: Batch of whole rows.
-        columns: Columns whose features the pass needs. Positions and blocks always cover whole rows. None: all columns.
+        columns: Columns whose features this pass needs. Positions and blocks are always for whole rows. None: all
+            columns.
 
     Raises:
-        ModelError: The batch has images, but the model was not prepared for images. PT-G011: the placeholders in the batch do not
-            match its images.
+        ModelError: The batch has images, but the model was not prepared for images. PT-G011: the number of placeholders
+            differs from the number that the images need.
     """
     encoder, placed = picture_encoder(model), [one for *_, one in batch.pictures]
     if encoder is None:
@@ -609,7 +631,7 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
     spans = block_spans(batch, at_pictures, family.block) if family.block != "none" else None
     kept = None
-    # Call nonzero() only if it is needed, because it synchronizes with the device.
+    # Call nonzero() only if it is needed, because it waits for the device.
     if columns is not None:
         where = at_pictures.nonzero()[:, 1]  # (sum of tokens,) in the order of the features
         kept = (where >= columns.start) & (where < columns.stop)
@@ -637,14 +659,16 @@ def prompt_view(
 
 
 def text_offset(placed: Sequence[Placed]) -> int:
-    """Return position minus index for a text token after these images. An image increases positions by its longer side."""
+    """Return the difference of position and index for a text token after these images. Each image advances positions by
+    its longer side.
+    """
     return sum(max(image.grid[1:]) - image.count for image in placed if image.grid)
 
 
 def grid_positions(batch: Batch) -> Tensor:
-    """Return positions ``(3, B, T)`` by time, height and width.
+    """Return the positions ``(3, B, T)`` in time, height and width.
 
-    An image increases positions by its longer side. Positions of a branch continue from the end of its prefix.
+    An image advances positions by its longer side. The positions of a branch continue from the end of its prefix.
 
     Reference: Qwen2-VL, arXiv:2409.12191, section 2.1.
     """
@@ -660,12 +684,12 @@ def grid_positions(batch: Batch) -> Tensor:
 
 
 def block_spans(batch: Batch, placeholders: Tensor, block: str) -> Tensor:
-    """Return the index of each token's bidirectional block, ``(B, T)``. It is -1 outside of blocks.
+    """Return the index of each token's bidirectional block, ``(B, T)``. It is -1 for a token in no block.
 
     Args:
         batch: Packed batch.
         placeholders: ``(B, T)`` bool mask of image placeholders.
-        block: With "image", adjacent placeholders are a block. With "prompt", each prompt is a block.
+        block: "image": adjacent placeholders are one block. "prompt": each prompt is one block.
     """
     if block == "prompt":
         number = torch.full_like(batch.sequence, -1)

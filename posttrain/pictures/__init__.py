@@ -1,1 +1,1 @@
-"""Images in dataset rows: how they are stored, rows with images as token ids, and processors."""
+"""Images in dataset rows: how they are stored, how rows with images become token ids, and processors."""

@@ -1,4 +1,4 @@
-"""Images of dataset rows: how they are stored, how they are read, and where messages place them."""
+"""Images of dataset rows: how they are stored and read, and how messages refer to them."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ from posttrain.integrations import require
 
 logger = logging.getLogger(__name__)
 
-# Keys under which a content block can store its image.
+# Keys of a content block under which an image may be stored.
 ALIASES = ("image", "image_url", "image_pil", "path", "url", "base64", "bytes")
-# Image modes with more than 8 bits per channel. Processors convert them to black, white or noise.
+# Image modes with more than 8 bits per channel. Image processors would convert such images to black, white or noise.
 WIDE = ("F", "I")
 OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")  # Image modes that the PNG format supports.
-# File formats that are opened. For other formats, PIL may start an external program (e.g. Ghostscript for EPS).
+# File formats that may be opened. For others, PIL may start an external program (e.g. Ghostscript for EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 ORIENTATION = 274  # Number of the EXIF tag for the orientation.
-TURNED = (5, 6, 7, 8)  # Values of the EXIF orientation for which width and height are swapped.
+TURNED = (5, 6, 7, 8)  # Values of the EXIF orientation with which width and height are swapped.
 THUMBNAIL = 64  # Maximum number of pixels per side of a thumbnail.
 Background = Literal["white", "black"]
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image in rows and batches: encoded bytes, a path or the user's PIL image, but never prepared pixels.
+    """An image of rows and batches. It holds encoded bytes, a path or the user's PIL image, but no prepared pixels.
 
     Attributes:
-        digest: Hash with 32 hexadecimal digits, of the encoded bytes or of mode, size and pixels. Images are equal if
-            digest and background are.
-        size: Width and height in pixels as the model sees it: after EXIF rotation, or the size given to `resized`.
+        digest: Hash with 32 hexadecimal digits of the encoded bytes, or of mode, size and pixels. Two images are equal
+            if their digest and their background are equal.
+        size: Width and height in pixels that the model receives: after EXIF rotation, or the size that was passed to
+            `resized`.
         source: Encoded bytes, a path, or a PIL image.
         background: Color behind transparent pixels.
-        where: Row and column, for errors.
+        where: Row and column of the image, for error messages.
     """
 
     digest: str
@@ -54,10 +55,10 @@ class Picture:
     where: str = field(default="", compare=False, repr=False)
 
     def load(self) -> Any:
-        """Load an upright RGB PIL image of size ``size``, with transparent pixels on ``background``.
+        """Load the image as an upright RGB PIL image of size ``size``. Transparent pixels get the color ``background``.
 
         Raises:
-            DataError: Its pixels cannot be read.
+            DataError: The pixels of the image cannot be read.
         """
         ops = require("PIL.ImageOps", "reading images")
         try:
@@ -65,7 +66,7 @@ class Picture:
             upright = ops.exif_transpose(opened)
             image = _rgb(upright, self.background)
             return image if image.size == self.size else image.resize(self.size)
-        # Catch all exceptions, because each format's decoder raises its own types.
+        # The decoder of each format raises its own types of exceptions, so catch all.
         except Exception as error:
             raise DataError(
                 f"{self.where}: the image cannot be read (PT-G003): {type(error).__name__}: {error}. Fix: write the "
@@ -76,16 +77,16 @@ class Picture:
         """Return an upright PIL image in its own mode. Its pixels are decoded on first access."""
         source = self.source
         if isinstance(source, str):
-            # Read the whole file now, so that the file does not stay open.
+            # Read the whole file now, so that it does not stay open.
             with open(source, "rb") as file:
                 source = file.read()
         image = open_source(source)
         turned = image.getexif().get(ORIENTATION, 1) != 1
-        # exif_transpose would copy the image, so call it only for rotated images.
+        # exif_transpose copies the image, so call it only if the image is rotated.
         return require("PIL.ImageOps", "reading images").exif_transpose(image) if turned else image
 
     def encoded(self) -> Picture:
-        """Return a copy whose source is a path or encoded bytes. A PIL image is encoded as upright PNG."""
+        """Return a copy whose source is a path or encoded bytes. A PIL image is encoded as an upright PNG."""
         if isinstance(self.source, bytes | str):
             return self
         image, buffer = self.opened(), io.BytesIO()
@@ -95,7 +96,7 @@ class Picture:
         return replace(self, source=buffer.getvalue())
 
     def file_bytes(self) -> bytes:
-        """Return the bytes of the file without encoding it again. A PIL image is encoded as PNG."""
+        """Return the bytes of the image file without encoding them again. A PIL image is encoded as PNG."""
         source = self.encoded().source
         if isinstance(source, bytes):
             return source
@@ -103,20 +104,20 @@ class Picture:
             return file.read()
 
     def resized(self, size: tuple[int, int]) -> Picture:
-        """Return a copy with another width and height, which is resized when it is loaded. Its digest differs."""
+        """Return a copy with another width and height. It is resized when it is loaded, and its digest differs."""
         if size == self.size:
             return self
         digest = hashlib.blake2b(f"{self.digest} {size}".encode(), digest_size=16).hexdigest()
         return replace(self, size=size, digest=digest)
 
     def address(self) -> str:
-        """Return the image, as the model sees it, as a ``data:`` URL with a lossless PNG."""
+        """Return the image that the model receives as a ``data:`` URL with a lossless PNG."""
         buffer = io.BytesIO()
         self.load().save(buffer, format="PNG", compress_level=1)
         return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
     def thumbnail(self) -> str:
-        """Return a ``data:`` URL with a JPEG of at most 64 pixels per side, about 2 kB."""
+        """Return a ``data:`` URL with a JPEG of at most 64 pixels per side. It takes about 2 kB."""
         image, buffer = self.load(), io.BytesIO()
         image.thumbnail((THUMBNAIL, THUMBNAIL))
         image.save(buffer, format="JPEG", quality=80)
@@ -133,9 +134,10 @@ class Placed:
 
     Attributes:
         picture: The image.
-        start: Index of its first placeholder in its segment.
-        count: Number of its placeholders, without markers between them.
-        grid: Patches by time, height and width after merging, for three-dimensional positions. None for other models.
+        start: Index of its first placeholder in the token ids of its prompt or completion.
+        count: Number of its placeholders. Markers between them are not counted.
+        grid: Numbers of patches by time, height and width after merging, for three-dimensional positions. None: plain
+            positions.
     """
 
     picture: Picture
@@ -144,7 +146,7 @@ class Placed:
     grid: tuple[int, int, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON with a path, or with encoded bytes in base64."""
+        """Return a dict that can be written as JSON. It contains a path, or encoded bytes in base64."""
         picture = self.picture.encoded()
         data = base64.b64encode(picture.source).decode() if isinstance(picture.source, bytes) else None
         kept = {"path": None if data else picture.source, "background": picture.background, "where": picture.where}
@@ -155,7 +157,7 @@ class Placed:
     def of(
         cls, *, start: int, count: int, grid: Any, size: Any, data: str | None, path: str | None, **about: Any
     ) -> Placed:
-        """Create an object from the result of `to_dict`."""
+        """Create an object from a dict that `to_dict` returned."""
         picture = read_picture(path if data is None else base64.b64decode(data), **about)
         return cls(picture.resized(tuple(size)), start, count, None if grid is None else tuple(grid))
 
@@ -163,19 +165,20 @@ class Placed:
 def read_picture(
     value: object, where: str = "", background: Background = "white", most_pixels: int | None = None
 ) -> Picture:
-    """Create a `Picture` from any accepted form. Only the header is read, which takes about 0.3 ms.
+    """Create a `Picture` from any form that is accepted. Only the header of the image is read, which takes about 0.3
+    ms.
 
     Args:
         value: A PIL image, encoded bytes, a dict with ``bytes`` and ``path``, a path, a ``data:`` or ``file:`` URL, or
             uint8 pixels ``(H, W)``, ``(H, W, 3)`` or ``(H, W, 4)`` (for torch also ``(C, H, W)``). A `Picture` is
             returned unchanged.
-        where: Row and column, for errors.
+        where: Row and column of the image, for error messages.
         background: Color behind transparent pixels.
-        most_pixels: Maximum number of pixels. Larger images raise an error before they are decoded. None: no limit.
+        most_pixels: Maximum number of pixels. A larger image raises an error before it is decoded. None: no limit.
 
     Raises:
-        DataError: The value is a remote URL, a broken file, an image with more than 8 bits per channel, or not an
-            image.
+        DataError: The value is a remote URL, a file that cannot be read, an image with more than 8 bits per channel, or
+            not an image.
     """
     if isinstance(value, Picture):
         return value
@@ -188,7 +191,7 @@ def read_picture(
         turned = with_header.getexif().get(ORIENTATION) in TURNED
         frames = getattr(with_header, "n_frames", 1)
         digest = _digest(source)
-    except Exception as error:  # Image libraries raise exceptions of many types.
+    except Exception as error:  # Image libraries raise exceptions of many types for files that cannot be read.
         raise DataError(
             f"{where}: this is not a readable image (PT-G003, {type(error).__name__}: {error}). Fix: remove this row, "
             f"or write the file again as one of {', '.join(FORMATS)}."
@@ -209,7 +212,7 @@ def read_picture(
 
 
 def open_source(source: Any) -> Any:
-    """Open a PIL image of one of `FORMATS` and read only its header. A PIL image is returned unchanged."""
+    """Open an image of one of `FORMATS` with PIL, and read only its header. A PIL image is returned unchanged."""
     if not isinstance(source, bytes | str):
         return source
     pil = require("PIL.Image", "reading images")
@@ -233,7 +236,7 @@ def _digest(source: Any) -> str:
 
 
 def _rgb(image: Any, background: Background) -> Any:
-    """Convert to RGB. Transparent pixels get the background color, not their hidden color."""
+    """Convert a PIL image to RGB. Transparent pixels get the background color, and not the color that is stored for them."""
     if image.has_transparency_data:
         image = image.convert("LA") if image.mode == "La" else image
         image = image.convert("RGBA")
@@ -244,13 +247,13 @@ def _rgb(image: Any, background: Background) -> Any:
 
 
 def is_image(value: object) -> bool:
-    """Return whether a value is a PIL image. PIL need not be installed."""
+    """Return whether a value is a PIL image. It works without PIL too."""
     return hasattr(value, "getexif")
 
 
 def _source(value: object, where: str) -> Any:
     """Convert a value to encoded bytes, a path, or a PIL image. Pixel arrays become PIL images."""
-    # A dict is an image that `datasets` has not decoded.
+    # `datasets` represents an image that is not decoded as a dict.
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes | bytearray):
@@ -303,14 +306,14 @@ def _from_pixels(value: object, where: str) -> Any:
 def conversation_pictures(
     messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None = None
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Separate messages and images: return messages with empty image blocks, and the images in reading order.
+    """Separate messages from their images. Return messages with empty image blocks, and the images in reading order.
 
-    A block is empty if its image is missing or None (Arrow adds None for keys that other blocks have). If no block is
-    empty, one block per image in ``images`` is added before the text of the first user message.
+    A block is empty if it has no image, or if its image is None (Arrow adds None for keys that other blocks have). If
+    no block is empty, one block per image in ``images`` is added before the text of the first user message.
 
     Args:
         messages: Messages with text or blocks as content.
-        images: Images for the empty blocks. None: no images.
+        images: Images for the empty blocks. None: there are none.
 
     Returns:
         Messages whose blocks are ``{"type": "image"}`` or ``{"type": "text", "text": ...}``, and one image per image
@@ -350,11 +353,13 @@ def conversation_pictures(
     return converted, [next(filling) if picture is None else picture for picture in pictures]
 
 
-NOTHING: Any = object()  # Marker for a text block, which has no image.
+NOTHING: Any = object()  # Marks a text block, which cannot have an image.
 
 
 def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
-    """Return a block without its image, and the image: None if the block is empty, `NOTHING` for a text block."""
+    """Return a block without its image, and the image. It is None if the image block is empty, and `NOTHING` for a text
+    block.
+    """
     if isinstance(block, str):
         return {"type": "text", "text": block}, NOTHING
     block = {key: value for key, value in block.items() if value is not None}
@@ -370,7 +375,7 @@ def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
 
 
 def picture_in(block: Mapping[str, Any]) -> Any:
-    """Return the image of an image block in a form that `read_picture` accepts. None if it is empty."""
+    """Return the image of an image block in a form that `read_picture` accepts. Return None if the block is empty."""
     name = next((key for key in ALIASES if block.get(key) is not None), None)
     content = None if name is None else block[name]
     if isinstance(content, Mapping) and "url" in content:
@@ -379,15 +384,15 @@ def picture_in(block: Mapping[str, Any]) -> Any:
 
 
 def filled(messages: Sequence[Mapping[str, Any]], images: Iterable[Any]) -> list[dict[str, Any]]:
-    """Put images into the image blocks of messages, in reading order. Inverse of `conversation_pictures`."""
+    """Put images into the image blocks of messages, in reading order. It is the inverse of `conversation_pictures`."""
     rest = iter(images)
     return _with_blocks(messages, lambda b: {**b, "image": next(rest)} if b["type"] == "image" else b)
 
 
 def observed_blocks(content: Any, where: str, background: Background) -> list[dict[str, Any]]:
-    """Convert the output of a tool or an environment to blocks of text and images.
+    """Convert the output of a tool or an environment to text and image blocks.
 
-    Images are encoded immediately, because the tool may change them later.
+    Images are encoded immediately, because the tool may change the image object later.
 
     Raises:
         DataError: The output is not a list of blocks, a block has another type or no image, or an image cannot be read.
@@ -399,19 +404,19 @@ def observed_blocks(content: Any, where: str, background: Background) -> list[di
 
 
 def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with ``{"type": "image"}`` instead of images, for tables."""
+    """Return messages in which image blocks contain no image, for tables."""
     return _with_blocks(messages, lambda b: {"type": "image"} if b.get("type") in PICTURE_BLOCKS else b)
 
 
 def _with_blocks(messages: Sequence[Mapping[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Return messages with each block replaced. Text content is unchanged."""
+    """Return messages in which ``change`` was applied to each block. Text content is not changed."""
     return [
         {**m, "content": list(map(change, m["content"]))} if isinstance(m.get("content"), list) else dict(m)
         for m in messages
     ]
 
 
-# The cache is small, because probes of all models and processors request the same few images.
+# A small cache is enough, because the tests of all models and processors use the same few images.
 @functools.lru_cache(maxsize=8)
 def shaded(size: tuple[int, int], *, turned: bool = False) -> Picture:
     """Create an image with a gradient from black to white, vertical or horizontal."""

@@ -1,4 +1,4 @@
-"""Processors of vision-language models: convert text with images to ids and positions, and images to tensors."""
+"""Processors of vision-language models. They convert text with images to token ids and positions, and images to tensors."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Properties of the models that use a processor.
+    """Properties of a family of models that use the same processor.
 
     Attributes:
-        models: Model types of their configs. Empty: unknown, so the model is tested with images before training.
-        tiled: Whether the tensors of an image have the shape ``(1, tiles, ...)``, so that images are concatenated along
-            the dimension of tiles. Otherwise they are concatenated along the first dimension.
+        models: Model types in the configs of these models. Empty: unknown, so the model is tested with images before
+            training.
+        tiled: Whether the tensors of an image have the shape ``(1, tiles, ...)``. Several images are then concatenated
+            along the dimension of tiles, otherwise along the first dimension.
         positions: ``grid`` for three-dimensional rotary positions (time, height, width), otherwise ``plain``.
-        types: Name of the forward's argument for token types: 1 for a placeholder (PaliGemma: after the prompt). None:
-            no such argument.
-        block: Tokens with attention in both directions: the placeholders of one ``image``, the whole ``prompt``, or
-            none.
-        cross: Whether text attends to image features by cross-attention instead of placeholders. Text before the first
-            image then attends to all images of its row, so each tree needs a separate pass.
-        whole: Whether the model's forward receives the processor's tensors of all images of a pass, instead of image
+        types: Name of the model's argument for token types. They are 1 for placeholders (PaliGemma: after the prompt).
+            None: the model has no such argument.
+        block: Tokens that attend to each other in both directions: the placeholders of one ``image``, the whole
+            ``prompt``, or none.
+        cross: Whether text attends to image features by cross-attention, without placeholders for each feature. Text
+            before the first image then attends to all images of its row, so that each tree needs its own pass.
+        whole: Whether the model's forward method receives the processor's tensors of all images, instead of image
             features. Each sequence is then a padded row, and its images are encoded in the same pass.
     """
 
@@ -53,15 +54,15 @@ class Family:
 
     @property
     def several_turns(self) -> bool:
-        """Whether earlier turns are unchanged when a later turn adds images."""
+        """Whether earlier turns stay unchanged when a later turn adds images."""
         return self.block != "prompt" and not self.cross
 
 
-# First version of transformers in which processors return the placeholders of each image.
+# First version of transformers in which processors return the placeholders of every image.
 OLDEST = Version("5.15")
 KINDS = "mm_token_type_ids"
-# Model families by processor class. Tests with tiny models of each family show that log-probs and gradients of a tree equal
-# those of separate sequences.
+# Model families by the class of their processor. Tests with tiny models of each family show that log-probs and gradients of a
+# prefix tree equal those of separate sequences.
 FAMILIES = {
     "Qwen2VLProcessor": Family(("qwen2_vl",), positions="grid", types=KINDS),
     "Qwen2_5_VLProcessor": Family(("qwen2_5_vl",), positions="grid", types=KINDS),
@@ -79,17 +80,18 @@ FAMILIES = {
 # change.
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
 GRID, PARTS, PARTS_ASKED = "image_grid_thw", "text_replacement_offsets", "return_text_replacement_offsets"
-# Keys of a processor's output that belong to the text or to a loss, and not to images.
+# Keys of a processor's output that belong to the text or to a loss instead of images.
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", KINDS, "labels", PARTS, "cross_attention_mask"}
 TEXT_KEYS |= {"num_crops", "num_patches", "num_tiles", "rows", "cols"}
-# Size (width, height) of a test image that processors with tiles split. Without resizing, it is a multiple of the patch size.
+# Size (width, height) of a test image that processors with tiles split. It is a multiple of the patch size, for processors that
+# do not resize.
 LARGE = (1568, 1120)
-REMEMBERED = 4096  # Number of image sizes for which the placeholder expansion is cached.
+REMEMBERED = 4096  # Number of image sizes for which the expansion of the placeholder is cached.
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Placeholder text of a processor for an image of one size, and the fields of `Placed`."""
+    """The text that a processor writes for an image of one size, and the corresponding fields of `Placed`."""
 
     text: str = field(repr=False)
     count: int
@@ -106,27 +108,27 @@ def _marker() -> Any:
 
 
 class PictureProcessor:
-    """Wraps a processor of `transformers` for training: converts one segment of text and one image at a time.
+    """Wraps a processor of `transformers` for training. It converts one segment of text, and one image, at a time.
 
-    Images are always prepared separately, so that the result does not depend on the other rows of a pass.
+    Each image is prepared alone, so that the result does not depend on other rows of the pass.
 
     Args:
         processor: Processor with a tokenizer and an image processor.
         most: Maximum number of placeholders per image. None: no limit.
         pixels: Maximum number of pixels per image. None: no limit.
-        resize: Whether `fitted` resizes images that exceed a limit.
+        resize: Whether `fitted` resizes an image that exceeds a limit, instead of raising an error.
         per_row: Maximum number of images per prompt or episode. None: no limit.
         background: Color behind transparent pixels.
 
     Raises:
-        ModelError: The processor is of an unknown family, and its output does not show how it handles images. Or transformers
-            is too old for images.
+        ModelError: The processor's family is unknown, and cannot be inferred from its output. Or the installed
+            transformers is too old for images.
 
     Attributes:
         family: See `Family`.
-        token_id: Id of the placeholder that a feature replaces.
-        resized: Number of prompt images that were resized so far.
-        sanitized: Number of strings in user text that name a placeholder and remained text.
+        token_id: Id of the placeholder that image features replace.
+        resized: Number of prompt images that have been resized.
+        sanitized: Number of strings in user text that look like a placeholder and were kept as text.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class PictureProcessor:
         self.family, self.token_id = self._guessed() if known is None else (known, int(processor.image_token_ids[0]))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Exclude caches, because the pickled state determines the fingerprint of a dataset.
+        # Exclude caches, because the fingerprint of a dataset is computed from the pickled state.
         return {
             **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone", "_mark")},
             "_expansions": {},
@@ -167,22 +169,24 @@ class PictureProcessor:
 
     @functools.cached_property
     def controls(self) -> dict[str, int]:
-        """Placeholders and markers of images with their ids. They are never sampled, never contribute to the loss, and
-        are not accepted in user text.
+        """Ids of placeholders and markers of images, by token. They are never sampled, have no loss, and are not
+        accepted in user text.
         """
         added = self.tokenizer.added_tokens_decoder
         named = {token.content: index for index, token in added.items() if CONTROL.search(token.content)}
         return {**named, self.placeholder: int(self.tokenizer.convert_tokens_to_ids(self.placeholder))}
 
     def never(self, vocabulary: int) -> list[int]:
-        """Return the ids below ``vocabulary`` that must not be sampled: image placeholders and markers."""
+        """Return the ids below ``vocabulary`` that must not be sampled. They are the placeholders and markers of images."""
         return sorted(token for token in {*self.controls.values(), self.token_id} if token < vocabulary)
 
     # Text to ids -------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def escapes(self) -> bool:
-        """Whether placeholders and markers in user text can remain text. Tested on one conversation with all of them."""
+        """Whether placeholders and markers in user text can be kept as text. This is tested with one conversation that
+        contains all of them.
+        """
         if _marker() is None:
             return False
         picture, typed = self.shaded((56, 56)), " ".join(self.controls)
@@ -197,7 +201,7 @@ class PictureProcessor:
         return same and typed in self.tokenizer.decode(hostile)
 
     def _template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Apply the chat template to messages, with `controls` in user text marked."""
+        """Apply the chat template to messages in which the `controls` in user text are marked."""
         if (mark := _marker()) is not None:
             words = re.compile("|".join(map(re.escape, sorted(self.controls, key=len, reverse=True))))
             messages = [{**message, "content": mark(message.get("content"), words)} for message in messages]
@@ -205,27 +209,27 @@ class PictureProcessor:
 
     @functools.cached_property
     def _mark(self) -> str:
-        """Marker that `transformers` puts before a user string that must remain text, or a string that never occurs if
-        there is no such marker.
+        """Marker that `transformers` puts before a user's string to keep it as text. If there is no such marker, it is
+        a string that never occurs.
         """
         mark = _marker()
         return "\0" if mark is None else mark("x", re.compile("x"))[0]
 
     def escaped(self, text: str) -> int:
-        """Count the strings of a rendered text that spell a placeholder or a marker but remain text."""
+        """Return the number of strings in a rendered text that look like a placeholder or marker but are kept as text."""
         return text.count(self._mark)
 
     def places(self, text: str) -> int:
-        """Count the placeholders of a text, without those that a user typed."""
+        """Return the number of placeholders in a text. Those that a user typed are not counted."""
         return text.count(self.placeholder) - text.count(self._mark + self.placeholder)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Apply the processor's chat template to messages with empty image blocks.
 
-        Placeholders and markers in user text remain text if the family supports it (`escaped` counts them).
+        If the family supports it, placeholders and markers in user text are kept as text (`escaped` counts them).
 
         Raises:
-            DataError: They cannot remain text, or the template omits image blocks.
+            DataError: They cannot be kept as text, or the template omits image blocks.
         """
         self.refuse_controls(messages)
         text = self._template(messages, **options)
@@ -240,10 +244,11 @@ class PictureProcessor:
         return text
 
     def refuse_controls(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise an error for text that spells a placeholder or a marker, unless it can remain text (`escapes`).
+        """Raise an error for user text that contains a placeholder or marker, unless it can be kept as text
+        (`escapes`).
 
         Raises:
-            DataError: PT-G008, with the role and the string.
+            DataError: PT-G008. The message contains the role and the string.
         """
         if self.escapes:
             return
@@ -266,13 +271,14 @@ class PictureProcessor:
         prompt: bool = False,
         ids_of: Callable[[str], list[int]] | None = None,
     ) -> tuple[list[int], list[Placed]]:
-        """Convert text to ids with every placeholder expanded. Return the ids and the positions of images.
+        """Convert text to token ids in which every placeholder is expanded. Return the ids and the positions of the
+        images.
 
         Args:
             text: Text with one placeholder per image.
             pictures: Images in reading order.
-            prompt: Whether it is the whole prompt, which PaliGemma ends differently.
-            ids_of: Function from text to ids. None: `ids`.
+            prompt: Whether the text is a whole prompt. PaliGemma ends a prompt in a special way.
+            ids_of: Function that converts text to ids. None: the method `ids`.
 
         Raises:
             DataError: The numbers of placeholders and images differ, or two images have no token between them.
@@ -283,7 +289,7 @@ class PictureProcessor:
                 "images. Fix: use one placeholder per image."
             )
         if prompt and self.family.block == "prompt":
-            # Find the end of the last image. Placeholders that a user typed are marked, and do not count.
+            # Find the end of the last image. Placeholders that a user typed are marked, so they do not count.
             shown = [match.end() for match in re.finditer(f"(?<!{self._mark}){re.escape(self.placeholder)}", text)]
             end = shown[-1] if pictures else 0
             text = f"{text[:end]}{self.tokenizer.bos_token}{text[end:]}\n"
@@ -293,7 +299,7 @@ class PictureProcessor:
         return ids, self.place(ids, pictures)
 
     def ids(self, text: str) -> list[int]:
-        """Tokenize a rendered text without adding special tokens. Marked strings remain text."""
+        """Convert a rendered text to token ids, without adding special tokens. Marked strings are kept as text."""
         if self._mark in text:
             from transformers.utils.chat_template_utils import encode_marked_chat
 
@@ -301,7 +307,9 @@ class PictureProcessor:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def collapsed(self, ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
-        """Undo the expansion of `encode`: one placeholder per image, for an engine that expands placeholders itself."""
+        """Return the ids of `encode` with one placeholder per image, for engines that expand
+        placeholders themselves.
+        """
         collapsed_ids: list[int] = []
         at, single = 0, int(self.tokenizer.convert_tokens_to_ids(self.placeholder))
         for image in placed:
@@ -312,10 +320,10 @@ class PictureProcessor:
         return [*collapsed_ids, *ids[at:]]
 
     def place(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[Placed]:
-        """Find the positions of images in ids that contain all of their placeholders.
+        """Return the positions of images in token ids that contain all placeholders of these images.
 
         Raises:
-            DataError: The number of placeholders does not match the images.
+            DataError: The number of placeholders differs from the number that the images need.
         """
         at = [i for i, token in enumerate(ids) if token == self.token_id]
         expansions = [self.expansion(picture) for picture in pictures]
@@ -325,7 +333,8 @@ class PictureProcessor:
                 f"{[expansion.count for expansion in expansions]}. Fix: use a larger max_length, or smaller images."
             )
         placed, first = [], 0
-        # True for families in which consecutive placeholders count as one image, because of rotary positions or attention.
+        # In these families, placeholders without a token between them count as one image, because of rotary positions or
+        # attention.
         runs = self.family.positions == "grid" or (self.family.block == "image" and self.family.models)
         for picture, expansion in zip(pictures, expansions, strict=True):
             if runs and first and at[first] == at[first - 1] + 1:
@@ -337,14 +346,15 @@ class PictureProcessor:
         return placed
 
     def place_all(self, segments: Sequence[Sequence[int]], pictures: list[Picture]) -> list[list[Placed]]:
-        """Assign images of a prompt and its completions, in reading order, to the segments with their placeholders.
+        """Assign images, in reading order, to the prompt and the completions that contain their placeholders.
 
         Args:
             segments: Ids of the prompt and of each completion.
-            pictures: Images, which are removed from the front. Those of later rows remain.
+            pictures: Images. Those that are assigned are removed from the front of the list. Images of later rows
+                remain.
 
         Raises:
-            DataError: As in `place`.
+            DataError: See `place`.
         """
         placed = []
         for ids in segments:
@@ -355,15 +365,15 @@ class PictureProcessor:
         return placed
 
     def begun(self, text: str) -> str:
-        """Add the bos token before a text if the tokenizer adds one. In some models, the bos token comes after the
-        images.
+        """Add the bos token before a text if the tokenizer adds one. In some model families, the bos token comes after
+        the images instead.
         """
         bos, first = self.tokenizer.bos_token, self.tokenizer("")["input_ids"][:1]
         adds = first == [self.tokenizer.bos_token_id] and self.family.block != "prompt"
         return bos + text if adds and not text.startswith(bos) else text
 
     def expansion(self, picture: Picture) -> Expansion:
-        """Return the placeholder text of an image. It only depends on the size."""
+        """Return the text that the processor writes for an image. It depends only on the size of the image."""
         if picture.size not in self._expansions:
             if len(self._expansions) >= REMEMBERED:
                 self._expansions.clear()
@@ -371,14 +381,14 @@ class PictureProcessor:
         return self._expansions[picture.size]
 
     def fitted(self, picture: Picture, most: int | None = None) -> Picture:
-        """Return the image at the largest scale found with at most ``most`` placeholders and ``pixels`` pixels.
+        """Return the image in the largest size that was found with at most ``most`` placeholders and ``pixels`` pixels.
 
         Args:
             picture: Image of the dataset.
             most: Maximum number of placeholders. None: the limit of the run.
 
         Raises:
-            DataError: PT-G001: The image exceeds a limit and ``resize`` is not set, or no smaller size has fewer
+            DataError: PT-G001: The image exceeds a limit, and ``resize`` is not set or no smaller size has fewer
                 placeholders (some processors write the same number for every image).
         """
         most = self.most if most is None else min(most, self.most or most)
@@ -423,28 +433,30 @@ class PictureProcessor:
     # Pixels ------------------------------------------------------------------------------------------------------
 
     def prepare(self, picture: Picture) -> dict[str, Tensor]:
-        """Return the vision tower's inputs for one image, decoded, resized, split into patches and normalized.
+        """Return the inputs of the vision tower for one image: decoded, resized, split into patches and normalized.
 
         Raises:
-            DataError: The image cannot be read, or the image processor raises an error.
+            DataError: The image cannot be read, or the image processor rejects it.
         """
         return _pixels(self._read([[picture.load()]], picture.where, alone=self._alone))
 
     @functools.cached_property
     def _alone(self) -> bool:
-        """Whether the image processor alone gives the same result for a large image, at a third of the cost."""
+        """Whether the image processor without the text part gives the same result for a large image. It takes a third
+        of the time.
+        """
         if self.family.cross or not self.family.models:
             return self.family.cross
         rows = [[shaded(LARGE).load()]]
         return _equal(_pixels(self._read(rows)), _pixels(self._read(rows, alone=True)))
 
     def _read(self, rows: Sequence[Sequence[Any]], where: str = "", *, alone: bool = False) -> dict[str, Any]:
-        """Run the processor on the PIL images of each row, with only their placeholders as text.
+        """Run the processor on the PIL images of each row. The text consists only of their placeholders.
 
         Args:
             rows: Images of each row.
             where: Position of an image in the dataset, for errors.
-            alone: Whether to run only the image processor, without text.
+            alone: Whether only the image processor is run, without text.
         """
         texts = [" ".join([self.placeholder] * len(row)) for row in rows]
         options = {PARTS_ASKED: True, "add_special_tokens": False, "padding": len(rows) > 1, "return_tensors": "pt"}
@@ -460,8 +472,8 @@ class PictureProcessor:
             ) from error
 
     def shaded(self, size: tuple[int, int], *, turned: bool = False) -> Picture:
-        """Create a test image for the processor. If it resizes nothing, the size is multiplied so that it has whole
-        patches.
+        """Create a test image for this processor. If the processor does not resize, the size is multiplied so that it
+        consists of whole patches.
         """
         factor = 1 if getattr(getattr(self.processor, "image_processor", None), "do_resize", True) else 8
         return shaded((factor * size[0], factor * size[1]), turned=turned)
@@ -473,7 +485,8 @@ class PictureProcessor:
     def plain_inputs(
         self, ids: Tensor, rows: Sequence[Sequence[Picture]], prompt: int | Tensor = 0
     ) -> dict[str, Tensor]:
-        """Return the processor's own tensors of all images of a pass, as the model's forward receives them elsewhere.
+        """Return the processor's own tensors for all images of a pass, in the form in which other libraries pass them
+        to the model.
 
         Args:
             ids: ``(B, T)``.
@@ -487,22 +500,23 @@ class PictureProcessor:
         return inputs | self.token_types(ids, prompt)
 
     def _guessed(self) -> tuple[Family, int]:
-        """Infer the family of an unknown processor from its output. `install_pictures` tests it with the model.
+        """Infer the family of an unknown processor from its output. `install_pictures` tests the result with the model.
 
         Raises:
-            ModelError: The output does not show the placeholders of an image, or images prepared together differ from
-                images prepared separately.
+            ModelError: The output does not contain the placeholders of an image, or images give other tensors when they
+                are prepared together.
         """
         images = [shaded(size).load() for size in (LARGE, (112, 56), (56, 112))]
         try:
             first, *_ = apart = [self._read([[image]]) for image in images]
-            # Read the images in one row and in separate rows, because some processors also return the number of images per row.
+            # Prepare the images in one row and in separate rows, because some processors also return the number of images per
+            # row.
             together = [self._read([images]), self._read([[image] for image in images])]
             if [len(row) for row in together[0][PARTS]] != [len(images)]:
                 raise ValueError("it does not write one string per image")
             ids, token = first["input_ids"][0].tolist(), int(self.processor.image_token_ids[0])
-            # If the image token is not in the ids, use the most frequent id. The processor may replace an image with other
-            # tokens, including marks for rows and the end of the image.
+            # If the ids do not contain the image token, use the most frequent id. The processor may write other tokens for an
+            # image, including marks for rows and for its end.
             token = token if token in ids else Counter(ids).most_common(1)[0][0]
             types = next((name for name in (KINDS, "token_type_ids") if name in first and first[name].any()), None)
             grid = GRID in first and hasattr(self.processor.image_processor, "merge_size")
@@ -511,7 +525,7 @@ class PictureProcessor:
                 if any(_equal(joined, _pixels(one)) for one in together):
                     return Family((), tiled=tiled, positions="grid" if grid else "plain", types=types), token
             reason = f"its {', '.join(_pixels(first))} differ between images prepared together and images prepared separately"
-        # Any exception means that the family cannot be inferred, and its message is the reason.
+        # If there is an exception, the family cannot be inferred. The message of the exception is the reason.
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         raise ModelError(
@@ -520,15 +534,15 @@ class PictureProcessor:
         )
 
     def token_types(self, ids: Tensor, prompt: int | Tensor) -> dict[str, Tensor]:
-        """Return the family's token types for ids ``(B, T)``, the first ``prompt`` of which are the prompt."""
+        """Return the token types of ids ``(B, T)`` in this family. The first ``prompt`` ids are the prompt."""
         kinds = (ids == self.token_id).long()
         if self.family.block == "prompt":
             kinds = (torch.arange(ids.shape[1], device=ids.device) >= prompt).long().expand_as(ids)
         return {self.family.types: kinds} if self.family.types else {}
 
     def cross_mask(self, ids: Tensor, tiles: Tensor) -> Tensor:
-        """Return a mask ``(1, T, N, tiles)`` of the image tiles that each token attends to. These are the tiles of the
-        last image before the token, or of the last consecutive images.
+        """Return a mask ``(1, T, N, tiles)`` of the image tiles to which each token attends. They are the tiles of the
+        last image before the token. If several images are consecutive there, they are the tiles of all of these.
 
         Args:
             ids: ``(1, T)`` with N placeholders.
@@ -543,7 +557,7 @@ class PictureProcessor:
 
 
 def _pixels(output: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the vision tower's inputs from a processor's output."""
+    """Return those parts of a processor's output that are inputs of the vision tower."""
     return {name: value for name, value in output.items() if name not in TEXT_KEYS}
 
 
@@ -552,7 +566,7 @@ def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _joined(prepared: Sequence[Mapping[str, Tensor]], *, tiled: bool) -> dict[str, Tensor]:
-    """Concatenate tensors of images by name, along tiles or images. Other dimensions are padded with zeros."""
+    """Concatenate tensors of several images under each name, along tiles or images. Other dimensions are padded with zeros."""
     joined, along = {}, int(tiled)
     for name, first in prepared[0].items():
         parts = [one[name] for one in prepared]
@@ -566,12 +580,12 @@ def _joined(prepared: Sequence[Mapping[str, Tensor]], *, tiled: bool) -> dict[st
 
 
 def family_of(processor: ProcessorMixin) -> Family | None:
-    """Return the family of a processor. None if it is unknown, or a tokenizer."""
+    """Return the family of a processor. Return None if the family is unknown, or for a tokenizer."""
     return next((FAMILIES[kind.__name__] for kind in type(processor).__mro__ if kind.__name__ in FAMILIES), None)
 
 
 def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert text content to blocks, because templates of processors do not accept strings."""
+    """Convert text content to text blocks, because templates of processors do not accept strings."""
     return [
         {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else dict(m)
         for m in messages
@@ -580,7 +594,9 @@ def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @functools.cache
 def image_only(kind: type) -> type:
-    """Return a processor class without a video processor, which `transformers` cannot create without torchvision."""
+    """Return a processor class without a video processor. `transformers` cannot create a video processor without
+    torchvision.
+    """
     base: Any = kind
     names = inspect.signature(base.__init__).parameters
     kept = [parameter for name, parameter in names.items() if name != "video_processor"]
@@ -590,12 +606,11 @@ def image_only(kind: type) -> type:
         self.video_processor = SimpleNamespace(num_frames=1, fps=1, size=None, merge_size=1)
 
     def accepted(processor_config: dict[str, Any], valid_kwargs: Any) -> tuple[dict, dict]:
-        # Pass the names explicitly. `transformers` would read them from the constructor's code, which has no named arguments
-        # here.
+        # Pass the names explicitly. `transformers` would read them from the constructor's parameters, which have no names here.
         return base.validate_init_kwargs(processor_config, [parameter.name for parameter in kept[1:]])
 
     vars(build)["__signature__"] = inspect.Signature(kept)
-    # The class is pickled through its original class, because worker processes cannot import it.
+    # Pickle an object through its original class, because worker processes cannot import this class.
     methods = {"__init__": build, "validate_init_kwargs": staticmethod(accepted)}
     methods["__reduce__"] = lambda self: (_image_only_again, (kind,), vars(self))
     return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "__doc__": kind.__doc__})
@@ -606,14 +621,14 @@ def _image_only_again(kind: type) -> Any:
 
 
 def load_processor(model_id: str, **options: Any) -> Any:
-    """Load the processor of a model, without its video part if torchvision is missing.
+    """Load the processor of a model. If torchvision is not installed, the processor has no video part.
 
     Args:
-        model_id: A hub id or folder.
-        options: For ``from_pretrained``.
+        model_id: A Hub id or folder.
+        options: Keyword arguments of ``from_pretrained``.
 
     Raises:
-        ModelError: The processor cannot be loaded, either with or without its video part. The message contains both
+        ModelError: The processor cannot be loaded, neither with nor without its video part. The message contains both
             reasons.
     """
     import transformers
@@ -627,7 +642,7 @@ def load_processor(model_id: str, **options: Any) -> Any:
         config = transformers.AutoConfig.from_pretrained(model_id, **options)
         kind = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
         return image_only(kind).from_pretrained(model_id, **options)
-    # Constructors raise exceptions of many types. The message below contains both reasons.
+    # Constructors raise exceptions of many types, so catch all. The message contains both reasons.
     except Exception as error:
         raise ModelError(
             f"no processor of {model_id!r} can be loaded ({first:.300}). Loading it without its video processor failed too "

@@ -1,4 +1,6 @@
-"""Rows with images: as text segments, as ids, as prompts, and with image positions."""
+"""Rows with images: they are split into segments of text, converted to token ids and prompts, and get the positions of
+images.
+"""
 
 from __future__ import annotations
 
@@ -32,36 +34,39 @@ from posttrain.values import strip_none
 if TYPE_CHECKING:
     from posttrain.pictures.processors import PictureProcessor
 
-PACKED = 256  # Number of rows that are packed together. Their encoded images are in memory at the same time.
+PACKED = 256  # Number of rows that are packed together. All of their encoded images are in memory at the same time.
 HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
 LONG = "longer than max_length with their images"
 LARGE = "with an image of more than image_max_tokens or image_max_pixels"
 MANY = "with more than max_images_per_row images"
 UNREADABLE = "with an unreadable image"
-# Reasons for dropping rows that may apply only to a small share of the rows.
+# Reasons for dropping a row. Only a small fraction of the rows may be dropped for them.
 LOST = (LONG, UNREADABLE, MANY)
 EMPTY = "with an empty answer"
 EQUAL = "with equal answers"
 COUNTERS = ("_truncated", "_tokens", "_resized", "_escaped")
 
-Segments = list[tuple[str, list[Picture]]]  # Each segment consists of a text and the images of its placeholders.
-Answer = tuple[list[int], list[int]]  # An answer consists of token ids and a loss mask.
+Segments = list[
+    tuple[str, list[Picture]]
+]  # Segments of a row: pairs of a text and the images that belong to its placeholders.
+Answer = tuple[list[int], list[int]]  # An answer: its token ids and its loss mask.
 
 
 @dataclass(frozen=True)
 class PictureOptions:
-    """Options for converting rows with images to ids. Hashed by value, so that dataset fingerprints are stable.
+    """Options of the conversion of rows with images to token ids. Equal options have equal hashes, so that dataset
+    fingerprints are stable.
 
     Attributes:
-        branches: Answer columns. Empty: documents with labels (SFT).
-        max_length: Maximum tokens of prompt and answer, including images. None: no limit.
-        fit: ``error``: raise an error if more than 0.5 % of the rows do not fit or cannot be read. ``drop``: drop these
-            rows. ``resize``: like ``error``, but resize images that exceed their limits (`PictureProcessor.fitted`) or
-            do not fit ``max_length``.
-        train_prompt: For SFT: whether the prompt contributes to the loss too.
-        spoken: For SFT: whether only assistant messages contribute to the loss.
-        text_field: SFT: column with plain text.
-        begins: Whether conversations begin with the bos token if the tokenizer adds one, as sampled prompts do.
+        branches: Names of the answer columns. Empty: rows are documents with labels (SFT).
+        max_length: Maximum number of tokens of prompt and answer, including those of images. None: no limit.
+        fit: ``error``: raise an error if more than 0.5 % of the rows are too long or cannot be read. ``drop``: drop
+            these rows. ``resize``: like ``error``, but first resize images that exceed their limits
+            (`PictureProcessor.fitted`) or make the row longer than ``max_length``.
+        train_prompt: SFT: whether the prompt contributes to the loss too.
+        spoken: SFT: whether only assistant messages contribute to the loss.
+        text_field: SFT: name of the column with plain text.
+        begins: Whether conversations begin with the bos token if the tokenizer adds one, like prompts for sampling.
     """
 
     branches: tuple[str, ...] = ()
@@ -90,7 +95,9 @@ def row_batch(
 
 
 def row_features(features: object, branches: Sequence[str], drop: Sequence[str]) -> Any:
-    """Return the types of all columns. They cannot be inferred from the first thousand rows, which may have no images."""
+    """Return the types of all columns. They cannot be inferred from the first thousand rows, because these may have no
+    images.
+    """
     ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
     kept = {name: kind for name, kind in features.items() if name not in drop}
     kept |= {name: List(Value("int64")) for name in [*ids, *(f"{b}_mask" for b in branches)]}
@@ -100,7 +107,7 @@ def row_features(features: object, branches: Sequence[str], drop: Sequence[str])
 
 
 def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions) -> dict[str, Any]:
-    """Convert one row to columns of ids, with the reason if it is dropped."""
+    """Convert one row to columns of token ids. If the row is dropped, the result contains the reason."""
     row = dict(maybe_extract_prompt(maybe_convert_to_chatml(row)))
     if options.spoken:
         segments, plain = spoken_segments(row, reader, prompt_too=options.train_prompt), False
@@ -113,7 +120,8 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
         reason = LARGE
         fitted = [(text, [reader.fitted(picture) for picture in pictures]) for text, pictures in read]
         if options.fit == "drop":
-            # Load the images now, to avoid an error during the run. A truncated file cannot be detected from its header.
+            # Load the images now, so that they cannot cause an error during training. The header of a file does not show that
+            # it is truncated.
             reason = UNREADABLE
             for picture in _held(read):
                 picture.load()
@@ -121,7 +129,7 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
     except DataError:
         if options.fit != "drop":
             raise
-        # Replace the images with nothing. The row will be dropped, so its text does not matter.
+        # Remove the images and their placeholders. The row will be dropped, so its text does not matter.
         read = fitted = [(part.replace(reader.placeholder, ""), []) for part, _ in segments]
     if not _held(fitted) and not reason and reader.family.block == "prompt":
         raise DataError(
@@ -141,14 +149,14 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
 
 
 def _held(segments: Segments) -> list[Picture]:
-    """Return the images of a row in reading order."""
+    """Return all images of a row, in reading order."""
     return [picture for _, pictures in segments for picture in pictures]
 
 
 def _encoded(
     segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool
 ) -> tuple[list[int], list[Answer]]:
-    """Return the ids of the prompt (empty for a document), and the ids and the loss mask of each answer."""
+    """Return the token ids of the prompt (empty for a document), and for each answer its token ids and its loss mask."""
     several = len(segments) > 1
     parts = [
         reader.encode(text, pictures, prompt=several and not at)[0] for at, (text, pictures) in enumerate(segments)
@@ -156,7 +164,7 @@ def _encoded(
     prompt, *answers = parts if several else ([], *parts)
     silent = {*reader.controls.values(), reader.token_id}
     if options.spoken:
-        # After the prompt, every second segment is an assistant message, and its tokens are trained.
+        # After the prompt, every second segment is an assistant message, whose tokens contribute to the loss.
         turns = [(token, int(not at % 2 and token not in silent)) for at, ids in enumerate(answers) for token in ids]
         return prompt, [([token for token, _ in turns], [said for _, said in turns])]
     answers = [one_eos(ids, reader.tokenizer) if plain else ids for ids in answers]
@@ -168,22 +176,24 @@ def _length(prompt: list[int], answers: list[Answer]) -> int:
 
 
 def _least(prompt: list[int], answers: list[Answer], reader: PictureProcessor) -> int:
-    """Return the number of tokens up to the last image, with at least one token per answer."""
+    """Return the number of tokens up to the last image. At least one token per answer is included."""
     return len(prompt) + max(
         max((at + 1 for at, token in enumerate(ids) if token == reader.token_id), default=1) for ids, _ in answers
     )
 
 
 def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool) -> Segments:
-    """Resize the row's images so that the row fits ``max_length``. If no size fits, they are unchanged."""
+    """Resize the images of a row so that the row has at most ``max_length`` tokens. If no size is small enough, return
+    them unchanged.
+    """
     limit, most, shown = options.max_length, 0, segments
     while limit is not None and _held(segments):
         prompt, answers = _encoded(shown, reader, options, plain)
         if _least(prompt, answers, reader) <= limit:
             return shown
         counts = [reader.expansion(picture).count for picture in _held(shown)]
-        # Number of tokens that the text leaves for each image. Several attempts may be needed, because the text around an image
-        # can depend on the image's size.
+        # Number of tokens that remain for each image. Several attempts may be needed, because the text around an image can
+        # depend on the size of the image.
         room = (limit - _length(prompt, answers) + sum(counts)) // len(counts)
         most = max(min(room, max(counts) - 1), 1) if not most else int(0.9 * most)
         try:
@@ -231,7 +241,7 @@ def _columns(
 
 
 def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
-    """Pack whole rows with their images into rows of at most ``size`` tokens by best fit. No row is truncated."""
+    """Pack whole rows with their images into rows of at most ``size`` tokens, by best fit. No row is truncated."""
     lengths = np.array([len(ids) for ids in batch["input_ids"]])
     order, counts = best_fit_decreasing(lengths, size)
     packs = np.split(order, np.cumsum(counts)[:-1])
@@ -242,17 +252,18 @@ def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
 def row_segments(
     row: Mapping[str, Any], reader: PictureProcessor, branches: Sequence[str], text_field: str
 ) -> tuple[list[tuple[str, list[Any]]], bool]:
-    """Return text and images of the prompt and each answer, or of a whole document; and whether they are plain text.
+    """Return texts and images of the prompt and of each answer, or of a whole document. Also return whether they are
+    plain text.
 
     Args:
         row: Conversational or text row.
         reader: Processor that renders conversations.
-        branches: Answer columns. Empty: ``completion`` after a prompt, or documents.
+        branches: Names of the answer columns. Empty: rows have ``completion`` after a prompt, or are documents.
         text_field: Column of plain documents.
 
     Raises:
-        DataError: A column has the wrong type, or the template renders the prompt's images differently before an
-            answer.
+        DataError: A column has the wrong type, or the chat template renders the prompt's images differently if an
+            answer follows.
     """
     images, documents = pictures_of(row), not branches and "prompt" not in row
     branches = branches or ("completion",)
@@ -281,7 +292,7 @@ def row_segments(
         more, pictures = conversation_pictures(answer)
         wholes.append(reader.render([*blocks, *more], **template_arguments(row)))
         inside.append(pictures)
-    # A template may render the prompt differently if an answer follows. The prompt then ends where the texts first differ.
+    # A template may render the prompt differently if an answer follows. End the prompt where the two texts first differ.
     begin = begin[: min(common_prefix(begin, whole) for whole in wholes)]
     if reader.places(begin) != len(shown):
         raise DataError("the chat template writes the prompt's images differently before an answer.")
@@ -291,17 +302,17 @@ def row_segments(
 def spoken_segments(
     row: Mapping[str, Any], reader: PictureProcessor, *, prompt_too: bool
 ) -> list[tuple[str, list[Any]]]:
-    """Split a conversation into alternating segments before and during assistant messages (``assistant_only_loss``),
-    with their images.
+    """Split a conversation into segments with their images. Segments before assistant messages alternate with assistant
+    messages (``assistant_only_loss``).
 
     Args:
         row: Row with ``messages``, or a conversational ``prompt`` with ``completion``.
         reader: Processor that renders conversations.
-        prompt_too: Whether assistant messages in the prompt count.
+        prompt_too: Whether assistant messages in the prompt contribute to the loss too.
 
     Raises:
-        DataError: The row is not conversational, or the model has bidirectional attention in the prompt, so earlier
-            answers would see later ones.
+        DataError: The row is not conversational. Or the model has bidirectional attention in the prompt, so that
+            earlier answers would attend to later ones.
     """
     if reader.family.block == "prompt":
         raise DataError(
@@ -317,7 +328,7 @@ def spoken_segments(
     end = turn_end(reader.tokenizer, reader.render)
     text, spans = assistant_spans(reader.render, blocks, end, **template_arguments(row))
     skipped = 0 if prompt_too else sum(message.get("role") == "assistant" for message in prompt)
-    # If a conversation has no assistant message, use an empty turn at its end.
+    # If the conversation has no assistant message, use an empty one at its end.
     said = spans[skipped:] or [(len(text), len(text))]
     cuts, pictures = [0, *(at for span in said for at in span), len(text)], iter(in_order)
     pieces = [text[a:b] for a, b in pairwise(cuts)]
@@ -331,11 +342,11 @@ def _text(value: object, column: str) -> str:
 
 
 def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reader: PictureProcessor) -> list[Row]:
-    """Add the images of prepared examples to their rows. There is one row per example, or one row per document of a
-    packed example.
+    """Add the images of prepared examples to their rows. An example has one row. A packed example has one row per
+    document.
 
-    In a document (a row without prompt), the tokens before the first loss token become the prompt, because some
-    families use bidirectional attention in the prompt. Rows without images are not changed.
+    In a document (a row without a prompt), the tokens before the first token with loss become the prompt, because some
+    model families use bidirectional attention in the prompt. Rows without images are not changed.
 
     Raises:
         DataError: The placeholders in a row do not match its images, or an answer contains images but the model
@@ -358,12 +369,12 @@ def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reade
 
 
 def _placed(row: Row, pictures: list[Picture], reader: PictureProcessor) -> Row:
-    """Return a row with its images. They are removed from the front of the example's list of images."""
+    """Return a row with its images, which are removed from the front of the example's list of images."""
     if not row.prompt_ids:
         (ids,), (mask,) = row.completions, row.loss_masks
         first = mask.index(1) if 1 in mask else 0
-        # The prompt must end before or after an image, and not inside it. Line breaks between rows of tiles are trained, so the
-        # first trained token can be inside an image.
+        # The prompt must not end inside an image. Line breaks between rows of tiles have loss, so that the first token with
+        # loss can be inside an image.
         ends = {0, *accumulate(reader.expansion(picture).count for picture in pictures)}
         first = first if ids[:first].count(reader.token_id) in ends else 0
         row = replace(row, prompt_ids=ids[:first], completions=[ids[first:]], loss_masks=[mask[first:]])
@@ -377,7 +388,7 @@ def _placed(row: Row, pictures: list[Picture], reader: PictureProcessor) -> Row:
 
 
 def stored(picture: Picture) -> dict[str, Any]:
-    """Return an image as a row of Arrow stores it: encoded bytes or a path, and the size that the model sees."""
+    """Return an image in the form in which Arrow stores it: encoded bytes or a path, and the size that the model receives."""
     source = picture.encoded().source
     data, path = (source, None) if isinstance(source, bytes) else (None, source)
     return {"bytes": data, "path": path, "size": list(picture.size)}
@@ -389,7 +400,7 @@ def picture_prompts(
     kwargs: Mapping[str, Any],
     ids_of: Callable[[str], list[int]] | None = None,
 ) -> list[Prompt]:
-    """Return prompts as the model reads them, with their images. Consecutive equal prompts are read once.
+    """Return prompts as token ids with their images. If consecutive prompts are equal, the prompt is processed once.
 
     Args:
         reader: Processor of the run.
@@ -404,7 +415,7 @@ def picture_prompts(
 
 
 def _once(rows: Iterable[Mapping[str, Any]], names: Sequence[str], make: Callable[[Any], Any]) -> list[Any]:
-    """Apply ``make`` to each row. Consecutive rows with equal columns share the result."""
+    """Apply ``make`` to each row. Consecutive rows whose columns are equal share one result."""
     results: list[Any] = []
     for _, alike in groupby(rows, key=lambda row: [row.get(name) for name in names]):
         first, *others = alike
@@ -413,8 +424,8 @@ def _once(rows: Iterable[Mapping[str, Any]], names: Sequence[str], make: Callabl
 
 
 def opened(examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return examples with PIL images in columns and messages, decoded on access. Consecutive equal examples share
-    images.
+    """Return examples whose columns and messages contain PIL images, which are decoded on access. Consecutive equal
+    examples share image objects.
     """
     shown = _once(examples, PROMPT_COLUMNS, _opened)
     return [
@@ -424,7 +435,7 @@ def opened(examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the prompt and image columns of one example, with PIL images."""
+    """Return the prompt and the image columns of one example. They contain PIL images."""
 
     def read(value: object) -> Any:
         return read_picture(value, "column 'images' of a prompt").opened()
@@ -450,16 +461,16 @@ def picture_prompt(
     ids_of: Callable[[str], list[int]] | None = None,
     pictures: Sequence[Picture] | None = None,
 ) -> Prompt:
-    """Return one prompt of `picture_prompts`.
+    """Return the token ids of one prompt with its images; see `picture_prompts`.
 
     Args:
         reader: Processor of the run.
         row: Row with a conversational ``prompt``.
         kwargs: Arguments of the chat template. The row's own arguments override them.
         ids_of: See `PictureProcessor.encode`.
-        pictures: Images that were already read, if the messages still contain them. None: the row's images are read.
+        pictures: Images that were already read from the messages. None: the row's images are read here.
     """
-    # If images were already read, the messages contain them, so drop the image columns.
+    # If ``pictures`` is passed, the messages already contain the images, so drop the image columns.
     row = strip_none({k: v for k, v in row.items() if pictures is None or k not in PICTURE_COLUMNS})
     blocks, shown = conversation_of(row)
     if reader.per_row is not None and len(shown) > reader.per_row:
@@ -478,7 +489,7 @@ def picture_prompt(
 
 
 def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return the messages of a prompt with empty image blocks, and their images.
+    """Return the messages of a prompt, with empty image blocks, and the images.
 
     Raises:
         DataError: The prompt is not a conversation, or the numbers of its placeholders and images differ.
@@ -490,8 +501,8 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[
 
 
 def exchanged(examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Exchange images between examples. Each prompt gets the images of another prompt with the same number of images.
-    Text examples are not changed.
+    """Return examples in which each prompt has the images of another prompt with the same number of images. Examples
+    without images are not changed.
 
     Args:
         examples: Examples in groups of ``size`` consecutive rows.

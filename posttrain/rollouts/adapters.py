@@ -1,6 +1,4 @@
-"""Transfer of a LoRA adapter to engines that already have the base model. The adapter is not merged. Files are in
-peft's format.
-"""
+"""Transfer of a LoRA adapter, without merging, to engines that already have the base model. Files have peft's format."""
 
 from __future__ import annotations
 
@@ -21,7 +19,8 @@ from posttrain.rollouts.shared_memory import write_tensors
 from posttrain.rollouts.shared_weights import Weights, checkpoint_weights, clean_name, plain_lora, renamed
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# Fields of peft's ``LoraConfig``. With these values, an adapter is a plain product ``scale B A`` with one rank and one scale.
+# Fields of peft's ``LoraConfig``, each with its neutral value. With these values, an adapter is a product ``scale B A`` with
+# one rank and one scale.
 MORE = {
     "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False, "rank_pattern": {}, "alpha_pattern": {},
     "modules_to_save": None, "trainable_token_indices": None, "target_parameters": None, "layer_replication": None,
@@ -29,7 +28,7 @@ MORE = {
 
 
 def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None:
-    """Return why a model's weights cannot be sent as a LoRA adapter without merging, or None.
+    """Return the reason why a model's weights cannot be sent as a LoRA adapter. Return None if they can.
 
     Args:
         model: The trained model, wrapped or not.
@@ -49,7 +48,7 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
         return f"its adapter is {kind}"
     for name, neutral in MORE.items():
         value = getattr(config, name, neutral)
-        if value != neutral and (value or neutral):  # An empty collection means the same as None.
+        if value != neutral and (value or neutral):  # An empty collection has the same meaning as None.
             return f"its adapter has {name}={value!r}"
     if moves_base(config):
         return f"init_lora_weights={config.init_lora_weights!r} changed the base model"
@@ -59,8 +58,8 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
 
 
 def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
-    """Return why the adapter of a layer cannot be sent, or None. Reasons are an unsupported adapter, and a base weight
-    that is trained too.
+    """Return the reason why the adapter of a layer cannot be sent, or None. The adapter may have an unsupported type,
+    or a weight of the base layer may be trained too.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -82,18 +81,18 @@ def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
 
 
 class AdapterWeights:
-    """Iterable over the current tensors of a model's LoRA adapter, with peft's names.
+    """The current tensors of a model's LoRA adapter, as an iterable of pairs with peft's names.
 
-    For sharded parameters, iteration is a collective operation: all ranks must iterate, even if only one rank sends.
+    If parameters are sharded, iteration is a collective operation: all ranks must iterate, even if only one rank sends.
 
     Args:
-        model: A model for which `adapter_obstacle` returns None.
+        model: Model for which `adapter_obstacle` returns None.
         dtype: Dtype to cast tensors to. None: keep their dtype.
         most: Maximum rank that the engine supports.
 
     Attributes:
         rank: Rank of the adapter.
-        nbytes: Number of bytes in the last iteration.
+        nbytes: Number of bytes that the last iteration yielded.
 
     Raises:
         ConfigError: The rank is above ``most``.
@@ -129,11 +128,11 @@ class AdapterWeights:
                 yield clean_name(name).removesuffix(ending) + ".weight", tensor
 
     def base(self, checkpoint_names: bool) -> Weights:
-        """Return the frozen base weights, without the adapter."""
+        """Return the frozen weights of the base model, without the adapter."""
         return Weights(self.model, dtype=self.dtype, checkpoint_names=checkpoint_names, adapters=False)
 
     def write(self, folder: Path) -> None:
-        """Write the two files of a peft adapter to a folder, which is created.
+        """Write the adapter's config and weights to a folder in peft's format. The folder is created.
 
         Raises:
             OSError: The disk is full.
@@ -144,7 +143,8 @@ class AdapterWeights:
 
 
 def read_adapter(folder: Path) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
-    """Read the scale of an adapter, and its matrices A ``(r, in)`` and B ``(out, r)`` by the name of the weight.
+    """Read the scale of an adapter, and its matrices A ``(r, in)`` and B ``(out, r)`` by the name of the weight that
+    they change.
 
     Raises:
         ModelError: The folder does not contain a LoRA adapter in peft's format.

@@ -22,25 +22,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Properties of a rollout engine. Trainers use only these to treat engines differently.
+    """Properties of a rollout engine. Trainers decide only from these properties how to use an engine.
 
-    The defaults are safe for an unknown engine. For example, its log-probs get the importance-sampling correction.
+    The defaults are safe for an unknown engine. For example, the loss corrects its log-probs by importance sampling.
 
     Attributes:
-        in_process: The engine runs in the trainer's process.
-        shares_weights: The engine samples with the trained weights themselves, so its log-probs need no correction.
-        needs_weight_sync: The engine has a copy of the weights. Each new version must be pushed with `load_weights`.
-        main_process_only: The main process sends the requests of all processes, and pushes the weights.
-        has_logprobs: The engine returns real log-probs. `ScriptedEngine` returns placeholders.
-        logprobs_match_training: Log-probs equal those of the training forward pass up to 1e-4 nats (float32
-            throughout).
-        scores_sequences: `RolloutEngine.score` is supported: it returns the log-probs of given sequences.
-        prefix_cache: `RolloutEngine.prefix_cache` keeps the KV cache between calls.
-        sleeps: `RolloutEngine.sleep` releases device memory until the next push or call.
-        checkpoint_names: Weights are pushed under the names in checkpoints instead of the model's parameter names.
-        pictures: Prompts may contain images (`Request.pictures`).
-        unsupported: Fields of `Sampling` that are rejected unless they have their defaults.
-        per_request_sampling: A request may have a `Sampling` that differs from that of the call.
+        in_process: Whether the engine runs in the trainer's process.
+        shares_weights: Whether the engine samples from the trained weights themselves. Its log-probs then need no
+            correction.
+        needs_weight_sync: Whether the engine has a copy of the weights, so that every new version must be pushed with
+            `load_weights`.
+        main_process_only: Whether the main process sends the requests of all processes and pushes the weights.
+        has_logprobs: Whether log-probs come from a model. `ScriptedEngine` returns placeholders.
+        logprobs_match_training: Whether log-probs equal those of the training forward pass up to 1e-4 nats. This
+            requires float32 in both.
+        scores_sequences: Whether `RolloutEngine.score` is supported, which returns the log-probs of given sequences.
+        prefix_cache: Whether `RolloutEngine.prefix_cache` keeps the KV cache between calls.
+        sleeps: Whether `RolloutEngine.sleep` releases device memory until the next push or call.
+        checkpoint_names: Whether weights are pushed under the names in checkpoints instead of the model's parameter
+            names.
+        pictures: Whether prompts may contain images (`Request.pictures`).
+        unsupported: Fields of `Sampling` that the engine does not support. Values other than the default are rejected.
+        per_request_sampling: Whether a request may have its own `Sampling`, which differs from that of the call.
         context: Maximum number of tokens of prompt and completion. None: the model's context length.
         dtype: Dtype of the engine's copy of the weights. None: unknown, or there is no copy.
         adapter_rank: Maximum rank of a LoRA adapter that can be pushed without merging
@@ -68,9 +71,9 @@ class Capabilities:
 
 
 class RolloutEngine(abc.ABC):
-    """Base class of engines that sample completions. Every engine passes tests/rollouts/test_contract.py.
+    """Base class of engines that sample completions. Engines must pass the tests in tests/rollouts/test_contract.py.
 
-    A subclass defines `generate`, `load_weights` and `close`, and sets ``capabilities``. The other methods are
+    A subclass must define `generate`, `load_weights` and `close`, and set ``capabilities``. All other methods are
     optional.
 
     Attributes:
@@ -78,8 +81,8 @@ class RolloutEngine(abc.ABC):
         capabilities: See `Capabilities`. It is a class attribute, or a property if it depends on the model or on
             servers.
         version: Version of the weights that were loaded last.
-        tokenizer: Tokenizer for stop strings and structured outputs. A trainer sets it if it is None.
-        folder: Folder for the prompts of a failed call, if the engine writes them. None: they are not written.
+        tokenizer: Tokenizer for stop strings and structured outputs. If it is None, the trainer sets its own tokenizer.
+        folder: Folder to which the engine may write the prompts of a failed call. None: they are not written.
     """
 
     name: str = "custom"
@@ -90,36 +93,40 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Return all completions of the first request, then of the second request, and so on."""
+        """Sample the completions of all requests. The result lists all completions of the first request, then those of
+        the second, and so on.
+        """
 
     @abc.abstractmethod
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load new weights. Engines that share the trainer's weights only store the version."""
+        """Load new weights. An engine that uses the trainer's own weights only stores the version."""
 
     @abc.abstractmethod
     def close(self) -> None:
         """Release all resources. The engine cannot be used afterwards."""
 
     def prefix_cache(self) -> AbstractContextManager[None]:
-        """Return a context in which the engine keeps its KV cache between calls, for the turns of an episode."""
+        """Return a context manager. Inside it, the engine keeps its KV cache between calls, e.g. for the turns of an
+        episode.
+        """
         return nullcontext()
 
     def interrupt(self) -> None:  # noqa: B027
-        """End the running call from another thread. Unfinished completions get the finish reason ``abort``."""
+        """Stop the running call from another thread. Completions that are not finished get the finish reason ``abort``."""
 
     def sleep(self) -> None:  # noqa: B027
-        """Release device memory until the next push or call."""
+        """Release device memory until weights are pushed or completions are requested."""
 
     def needs_weights(self) -> bool:
         """Return whether the last version must be pushed again, for example because a server restarted."""
         return False
 
     def mark_stale(self) -> None:  # noqa: B027
-        """Mark the weights of every copy as outdated, so that the next push reaches all of them."""
+        """Mark all copies of the weights as outdated, so that the next push updates all of them."""
 
     def findings(self, model: nn.Module, args: Any) -> list[Finding]:
-        """Return findings about problems that a run with this engine would have. The main process calls this method
-        before the first generation.
+        """Return findings about problems that this engine would cause in a run. The main process calls it before the
+        first generation.
 
         Args:
             model: Policy.
@@ -128,21 +135,21 @@ class RolloutEngine(abc.ABC):
         return []
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Return the log-probs of given tokens after their prompts. The result has one entry per copy of the weights,
-        with one list per sequence.
+        """Return the log-probs of the tokens after each prompt. The result maps each copy of the weights (for example,
+        each server) to one list per sequence.
         """
         raise NotImplementedError(f"the engine {self.name!r} cannot score given sequences.")
 
 
 def require_engine(engine: object, argument: str = "rollout_engine") -> RolloutEngine:
-    """Validate that a user's engine is a `RolloutEngine`, and return it.
+    """Check that an engine object of the user is a `RolloutEngine`, and return it.
 
     Args:
         engine: The object.
         argument: Name of the argument, for the message.
 
     Raises:
-        ConfigError: The object is not a `RolloutEngine`, even if it has the same methods.
+        ConfigError: The object is not an instance of a `RolloutEngine` subclass. Having the same methods is not enough.
     """
     if isinstance(engine, RolloutEngine):
         return engine
@@ -157,7 +164,7 @@ def require_engine(engine: object, argument: str = "rollout_engine") -> RolloutE
 
 
 def refuse_virtual_tokens(model: nn.Module, engine: str) -> None:
-    """Reject prompt learning for an engine that runs the model without the adapter's wrapper.
+    """Reject prompt learning, because this engine runs the base model without the virtual tokens of the adapter.
 
     Raises:
         ConfigError: The model uses prompt learning.
@@ -188,21 +195,21 @@ def check_followed(
     own: Collection[str] = (),
     fix: str = "Use rollout_engine='native'",
 ) -> None:
-    """Reject sampling settings that an engine would ignore.
+    """Reject sampling settings that an engine would silently ignore.
 
     Args:
         requests: Requests of the call.
         sampling: Sampling settings of the call.
         engine: Name of the engine for the message.
-        unknown: Fields of `Sampling` that the engine does not support unless they have their defaults.
-        own: Fields that may differ between a request and the call.
-        fix: Suggested alternative, for the message.
+        unknown: Fields of `Sampling` that the engine does not support. Only their defaults are accepted.
+        own: Fields in which a request's settings may differ from those of the call.
+        fix: Advice in the error message.
 
     Raises:
         ConfigError: An unsupported field is set, or a request differs from the call in another field.
     """
     defaults = {field.name: field.default for field in fields(Sampling)}
-    defaults |= {"min_p": 0}  # Both min_p=None and min_p=0 disable min-p.
+    defaults |= {"min_p": 0}  # min_p=None and min_p=0 have the same meaning: min-p sampling is disabled.
     for settings in (sampling, *(r.sampling for r in requests if r.sampling is not None)):
         for name in unknown:
             value = getattr(settings, name)
@@ -219,11 +226,12 @@ def check_followed(
 
 
 class ScriptedEngine(RolloutEngine):
-    """Engine that returns scripted completions, truncated and finished like those of a real engine.
+    """Engine for tests that returns given completions. They are truncated and get finish reasons like those of a real
+    engine.
 
     Args:
-        script: A list of token-id lists, used in turn and repeated; or a function of ``(prompt_ids, index)``, where
-            ``index`` counts the completions of one request.
+        script: A list of completions (lists of token ids), which are returned in turn and start again at the end. Or a
+            function of ``(prompt_ids, index)``, where ``index`` counts the completions of one request.
         logp: Log-prob of every token.
 
     Attributes:
@@ -237,7 +245,7 @@ class ScriptedEngine(RolloutEngine):
     """
 
     name = "scripted"
-    # The log-probs are placeholders, so they must not be compared with the trainer's.
+    # The log-probs are placeholders, so the trainer must not compare them with its own.
     capabilities = Capabilities(in_process=True, shares_weights=True, has_logprobs=False)
 
     def __init__(
@@ -255,7 +263,7 @@ class ScriptedEngine(RolloutEngine):
         return line
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Return scripted completions, truncated after the first stop token and at ``max_new_tokens``."""
+        """Return the next scripted completions. Each is truncated after its first stop token and at ``max_new_tokens``."""
         rollouts = []
         for request in requests:
             self.requests.append(request)
@@ -268,7 +276,7 @@ class ScriptedEngine(RolloutEngine):
         return rollouts
 
     def load_weights(self, named_tensors: Iterable[Any], version: int) -> None:
-        """Store the version only."""
+        """Store the version. There are no weights to load."""
         self.version = version
 
     def close(self) -> None:
@@ -277,7 +285,9 @@ class ScriptedEngine(RolloutEngine):
 
 @runtime_checkable
 class WeightTransferProtocol(Protocol):
-    """Methods that send the trainer's weights to engines. `send_weights` must read every tensor."""
+    """Methods by which the trainer sends weights to engines. `send_weights` must read every tensor, because reading can
+    be collective.
+    """
 
     def init_weight_transfer(self) -> None: ...
     def pause(self) -> None: ...
@@ -287,8 +297,7 @@ class WeightTransferProtocol(Protocol):
 
 
 class WeightTransfer:
-    """State of a weight transfer, in addition to `WeightTransferProtocol`. The defaults are for transfers without
-    servers.
+    """Additional methods of a weight transfer that report its state. The defaults are for a transfer without servers.
 
     Attributes:
         version: Version of the weights that were sent last.
@@ -300,18 +309,20 @@ class WeightTransfer:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities that all receiving engines have."""
+        """Capabilities that all engines with these weights have."""
         return Capabilities()
 
     @property
     def holders(self) -> Any:
-        """Servers that have the last version of the weights. None: every engine can read it."""
+        """Servers that have the last version of the weights. None: the transfer has no servers, and every engine can
+        read the weights.
+        """
         return None
 
     def missing_weights(self) -> bool:
-        """Return whether an engine lacks the last version."""
+        """Return whether an engine does not have the last version."""
         return False
 
     def failure_reason(self) -> str:
-        """Return why engines get no requests, or "" if nothing is wrong."""
+        """Return the reason why some engines receive no requests. Return an empty string if there is none."""
         return ""

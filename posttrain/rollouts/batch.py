@@ -1,5 +1,5 @@
-"""`RolloutBatch`: completions of one engine call with their rewards and advantages. Also splits them into slices and
-balances them over ranks.
+"""`RolloutBatch`: the completions of one engine call, with their rewards and advantages. `RolloutWindow` splits them
+into micro-batches, and `balance_rows` balances them over ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from posttrain.types import Tokenizer
 
-# Number of prompt tokens that are passed to format rewards. They include an opening tag that a template adds to the prompt.
+# Number of tokens at the end of each prompt that format rewards receive. They can include an opening tag that the template
+# adds.
 SUFFIX_TOKENS = 32
 
 
@@ -50,12 +51,14 @@ def decoded(
 
 
 def prompt_suffixes(tokenizer: Tokenizer, rollouts: Sequence[Rollout]) -> list[str]:
-    """Decode the end of each prompt, for format rewards."""
+    """Decode the last tokens of each prompt. Format rewards need them."""
     return tokenizer.batch_decode([rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in rollouts])
 
 
 def sampled_logps(rollouts: Iterable[Rollout], truncation: Truncation) -> list[list[float]] | None:
-    """Return the tokens' log-probs under the truncated distribution. None: the engine does not return them."""
+    """Return the log-probs of sampled tokens under the truncated distribution. Return None if the engine does not
+    return log-probs.
+    """
     logps = []
     for rollout in rollouts:
         if truncation and rollout.processed_logp is None and rollout.token_ids:
@@ -65,8 +68,8 @@ def sampled_logps(rollouts: Iterable[Rollout], truncation: Truncation) -> list[l
 
 
 def sampler_gap(rollouts: Sequence[Rollout], trained: Sequence[Sequence[float]]) -> dict[str, Metric]:
-    """Compute metrics of the difference between the engine's log-probs and ``trained``, the log-probs of the training
-    forward pass.
+    """Compute metrics of the difference between the engine's log-probs and ``trained``, which are the log-probs of the
+    training forward pass.
     """
     pairs = [
         (torch.tensor(own[: len(r.logp)]), torch.tensor(r.logp))
@@ -81,20 +84,20 @@ def sampler_gap(rollouts: Sequence[Rollout], trained: Sequence[Sequence[float]])
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class RolloutBatch:
-    """Completions of one engine call on this rank. Completions of a group are consecutive.
+    """The completions of one engine call on this rank. Completions of the same prompt (a group) are consecutive.
 
     Attributes:
         examples: Dataset row of each completion.
         rollouts: Token ids, log-probs and finish reasons.
         completions: Input of reward functions: text, or a list of messages.
-        columns: Values added by scoring, one per completion (``advantages``).
-        token_columns: Lists of per-token values, one list for each of `sequences` (``old_logp``, ``ref_logp``,
-            ``rollout_logp``).
-        born: Optimizer step whose weights sampled the completions.
-        environments: Environment of each completion, if there is one.
+        columns: Values that scoring adds, one per completion (``advantages``).
+        token_columns: Values per token (``old_logp``, ``ref_logp``, ``rollout_logp``). Each column has one list per
+            item of `sequences`.
+        born: Optimizer step at which the completions were sampled.
+        environments: Environment of each completion. None: there are no environments.
         extra: Additional columns for reward functions, one value per completion.
-        left_out: Indices of completions that are excluded from the loss.
-        failure_reward: Reward of harness episodes that failed (``extra["harness_error"]``). None: they have no reward.
+        left_out: Indices of the completions that are excluded from the loss.
+        failure_reward: Reward of failed harness episodes (``extra["harness_error"]``). None: they have no reward.
         mode: ``train`` or ``eval``.
         group_size: Number of completions per prompt.
     """
@@ -113,7 +116,7 @@ class RolloutBatch:
     group_size: int = 1
 
     def worth(self, found: Advantages) -> RolloutBatch:
-        """Return a copy with advantages and the other columns of the objective."""
+        """Return a copy with the advantages and all other columns that the objective needs."""
         columns, rollouts = dict(found.columns), self.rollouts
         if found.values.dim() == 1:
             columns["advantages"] = found.values[found.start : found.start + len(rollouts)].tolist()
@@ -129,8 +132,8 @@ class RolloutBatch:
         )
 
     def loss_mask(self, index: int, skip_truncated: bool) -> list[int]:
-        """Return the loss mask of a completion: 1 for tokens that the model sampled, 0 for other tokens. All values are
-        0 if the completion is excluded, or if it is truncated and ``skip_truncated`` is set.
+        """Return the loss mask of a completion: 1 for tokens that the model sampled, 0 for all other tokens. If the
+        completion is excluded from the loss, or is truncated and ``skip_truncated`` is set, all values are 0.
         """
         return self._mask(index, self.rollouts[index], skip_truncated)
 
@@ -138,19 +141,19 @@ class RolloutBatch:
         return index in self.left_out or (skip_truncated and rollout.finish_reason != "stop")
 
     def _mask(self, index: int, rollout: Rollout, skip_truncated: bool) -> list[int]:
-        """Return the loss mask of a completion or of one of its branches."""
+        """Return the loss mask of ``rollout``, which is a completion or one of its branches."""
         if self._is_cut(index, rollout, skip_truncated):
             return [0] * len(rollout.token_ids)
         return rollout.tool_mask or [1] * len(rollout.token_ids)
 
     def _is_untrained(self, index: int, skip_truncated: bool) -> bool:
-        """Return whether no token of a completion contributes to the loss, without building its mask."""
+        """Return whether all tokens of a completion are excluded from the loss. It is computed without building the mask."""
         rollout = self.rollouts[index]
         silent = bool(rollout.tool_mask) and not any(rollout.tool_mask or ())
         return silent or self._is_cut(index, rollout, skip_truncated)
 
     def sequences(self) -> list[Rollout]:
-        """Return all completions, then all their branches. This is the order of ``token_columns``."""
+        """Return all completions, followed by all of their branches. ``token_columns`` has the same order."""
         return [*self.rollouts, *(one for rollout in self.rollouts for one in rollout.branches)]
 
     def trained(self, index: int, skip_truncated: bool) -> list[list[int]]:
@@ -159,10 +162,10 @@ class RolloutBatch:
         return [self._mask(index, one, skip_truncated) for one in (rollout, *rollout.branches)]
 
     def _shares(self, masks: Sequence[Sequence[int]]) -> list[float]:
-        """Return the weight of each branch of an episode. The weights make an episode count as one sequence; see
-        `Batch.shares`.
+        """Return the weight of each branch of an episode. With these weights, an episode counts as one sequence in the
+        loss; see `Batch.shares`.
 
-        An episode without tokens has weight 0.
+        An episode without any tokens has the single weight 0.
         """
         counts = [sum(mask) for mask in masks]
         if not any(map(len, masks)):
@@ -171,7 +174,7 @@ class RolloutBatch:
         return [count / total if total else 1 / len(counts) for count in counts]
 
     def reward_columns(self) -> dict[str, list[Any]]:
-        """Return the additional arguments of reward functions: the dataset columns that the first row has, and ``extra``."""
+        """Return the additional arguments of reward functions: ``extra``, and the dataset columns of the first row."""
         if not self.examples:
             return dict(self.extra)
         own = ("prompt", "completion", "completion_ids")
@@ -179,11 +182,11 @@ class RolloutBatch:
         return columns | self.extra
 
     def shown(self) -> dict[str, list[float]]:
-        """Return the columns under their names in the table of completions."""
+        """Return the columns that the table of completions shows, under the names that it uses."""
         return {name.removesuffix("s"): column for name, column in self.columns.items()}
 
     def groups(self) -> list[list[int]]:
-        """Return the indices of consecutive completions that share a prompt."""
+        """Return the indices of the completions as lists. Each list contains consecutive completions with the same prompt."""
         groups: list[list[int]] = []
         for i, rollout in enumerate(self.rollouts):
             if groups and _prompt(self.rollouts[groups[-1][0]]) == _prompt(rollout):
@@ -193,17 +196,17 @@ class RolloutBatch:
         return groups
 
     def rows(self, indices: Sequence[int], *, skip_truncated: bool, trained_only: bool = False) -> list[Row]:
-        """Convert completions to rows. Consecutive completions with the same prompt form one row.
+        """Convert completions to rows. Consecutive completions with the same prompt become one row.
 
         Args:
             indices: Indices of completions.
             skip_truncated: Whether truncated completions are excluded from the loss.
-            trained_only: Whether to drop the tokens of sequences in which no token contributes to the loss. Such a
-                sequence still counts as a sequence, but the model does not compute it.
+            trained_only: Whether to remove the tokens of sequences that are excluded from the loss. Such a sequence is
+                still counted as a sequence, but the model does not compute it.
         """
         rows: list[Row] = []
         before: Any = None
-        # Without branches, every sequence has weight 1, so the column is not needed.
+        # Without branches, every sequence has weight 1, and the column of weights is not needed.
         shared = any(
             rollout.branches or not rollout.token_ids or (trained_only and self._is_untrained(i, skip_truncated))
             for i, rollout in enumerate(self.rollouts)
@@ -227,10 +230,11 @@ class RolloutBatch:
         return [row if any(row.pictures) else dataclasses.replace(row, pictures=[]) for row in rows]
 
     def _placed(self, indices: Sequence[int]) -> Iterator[tuple[int, int, int, Rollout]]:
-        """Yield the selected completions, then their branches, so that equal prompts stay consecutive.
+        """Yield the selected completions and their branches in an order in which equal prompts are consecutive.
 
         Yields:
-            Index of the completion, number of the sequence in its episode, index in `sequences`, and the sequence.
+            Index of the completion, index of the sequence within its episode, index in `sequences`, and the sequence
+            itself.
         """
         for i in indices:
             yield i, 0, i, self.rollouts[i]
@@ -241,7 +245,9 @@ class RolloutBatch:
                 yield i, k + 1, starts[i] + k, branch
 
     def slices(self, count: int, *, seed: int, skip_truncated: bool) -> list[list[Row]]:
-        """Shuffle whole groups and split the completions into ``count`` equal slices. A group may be in two slices."""
+        """Shuffle the groups and split the completions into ``count`` slices of equal size. The completions of a group
+        can be in two slices.
+        """
         groups = self.groups()
         shuffled = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
         order = [i for g in shuffled for i in groups[g]]
@@ -250,37 +256,37 @@ class RolloutBatch:
         return [self.rows(cut, skip_truncated=skip_truncated, trained_only=True) for cut in cuts]
 
     def every_row(self) -> list[Row]:
-        """Convert all completions to rows, including the tokens of truncated completions."""
+        """Convert all completions to rows. Truncated completions keep their tokens."""
         return self.rows(range(len(self.rollouts)), skip_truncated=False)
 
 
 def _prompt(rollout: Rollout) -> tuple[list[int], tuple[Any, ...]]:
-    """Return the data that completions of one group share."""
+    """Return the prompt and the images of a rollout. Completions with equal values belong to the same group."""
     return list(rollout.prompt_ids), tuple(rollout.pictures)
 
 
 def row_state(row: Row) -> dict[str, Any]:
-    """Convert a row to JSON-compatible data. Only tensors in ``model_kwargs`` are kept as they are."""
+    """Convert a row to data that can be written as JSON, except for the tensors in ``model_kwargs``."""
     state = {item.name: getattr(row, item.name) for item in fields(Row)}
     return state | {"pictures": [[image.to_dict() for image in segment] for segment in row.pictures]}
 
 
 def row_again(state: Mapping[str, Any]) -> Row:
-    """Restore a row from the result of `row_state`."""
+    """Restore a row from a value that `row_state` returned."""
     return Row(**{**state, "pictures": [[Placed.of(**image) for image in part] for part in state.get("pictures", ())]})
 
 
 class RolloutWindow:
-    """Slices of the rollout batch that is used for training, and the position of the run in them.
+    """The current rollout batch, split into micro-batches (slices), and the run's position in it.
 
     Attributes:
         slices: Rows of each micro-batch. None: before the first generation.
-        step: Number of micro-batches of these slices that were already used for training.
-        generations: Number of generations since the beginning of the run. Seeds depend on it.
+        step: Number of micro-batches that were taken from these slices so far.
+        generations: Number of rollout batches since the beginning of the run. Random seeds depend on it.
         born: Optimizer step at which the rollout batch was sampled.
 
     Args:
-        passes: How many times each slice is used for training.
+        passes: Number of times that each slice is used for training.
     """
 
     def __init__(self, passes: int) -> None:
@@ -291,44 +297,45 @@ class RolloutWindow:
 
     @property
     def used_up(self) -> bool:
-        """Whether the next micro-batch needs a new generation."""
-        # Read the number of slices every time, because an automatic batch size changes it.
+        """Whether all slices were used ``passes`` times, so that a new rollout batch must be generated."""
+        # Do not store this value, because an automatic batch size changes the number of slices.
         return self.slices is None or self.step % (len(self.slices) * self.passes) == 0
 
     def fill(self, slices: Sequence[list[Row]], born: int) -> None:
-        """Replace the slices by those of a new generation."""
+        """Replace the slices with those of a new rollout batch."""
         self.slices, self.born, self.step = slices, born, 0
 
     def take(self) -> list[Row]:
-        """Return the rows of the next micro-batch."""
+        """Return the rows of the next micro-batch, and advance the position."""
         assert self.slices is not None
         rows = self.slices[self.step % len(self.slices)]
         self.step += 1
         return rows
 
     def mark(self) -> None:
-        """Store the position at the beginning of an optimizer step."""
+        """Store the current position. It is called at the beginning of an optimizer step."""
         self._marked = self.slices, self.step, self.generations, self.born
 
     def rewind(self) -> None:
-        """Return to the position of the last `mark`, to repeat a generation that failed."""
+        """Return to the position of the last `mark`. The rollout batch is then generated again after a failure."""
         self.slices, self.step, self.generations, self.born = self._marked
 
     def state(self) -> dict[str, Any]:
-        """Return the position, and the scored rollouts that were not used for training yet."""
+        """Return the position and the rollouts that have not been used for training yet, for a checkpoint."""
         slices = None if self.used_up else [[row_state(row) for row in rows] for rows in self.slices or ()]
         return {"step": self.step, "generations": self.generations, "born": self.born, "buffer": slices}
 
     def load(self, state: dict[str, Any], *, before: int, now: int) -> None:
-        """Restore the result of `state`.
+        """Restore a state that `state` returned.
 
         Args:
             state: State of one process.
-            before: Number of processes that wrote the checkpoint.
+            before: Number of processes of the run that wrote the checkpoint.
             now: Number of processes of this run.
 
         Raises:
-            CheckpointError: There are unused rollouts, and the number of processes has changed.
+            CheckpointError: The checkpoint contains unused rollouts, but was written with a different number of
+                processes.
         """
         if state["buffer"] is not None and before != now:
             raise CheckpointError(
@@ -341,27 +348,28 @@ class RolloutWindow:
         self.slices = None if saved is None else [[row_again(row) for row in rows] for rows in saved]
 
 
-# Rows are exchanged between ranks only if this reduces the token count of the busiest rank at least to this fraction.
+# Rows are exchanged between ranks only if the busiest rank's number of tokens falls to this fraction or less of its previous
+# value.
 LOAD_WORTH_MOVING = 0.9
 
-# Number of tokens of a row's prompt, and number of tokens of each of its completions.
+# Cost of a row: number of tokens of its prompt, and number of tokens of each of its completions.
 Cost = tuple[int, list[int]]
 # Location of a completion: rank, row in that rank's slice, and number of the completion in that row.
 Place = tuple[int, int, int]
 
 
 def load(rows: Sequence[Cost]) -> int:
-    """Return the number of tokens of a rank: each prompt once, and all completions."""
+    """Return the number of tokens that a rank computes: each prompt once, and all completions."""
     return sum(prompt + sum(completions) for prompt, completions in rows)
 
 
 def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
-    """Assign each completion to a rank, ``{(rank, row, completion): rank}``. None: exchanging completions would not
-    save enough time.
+    """Assign each completion to a rank, ``{(rank, row, completion): rank}``. Return None if exchanging completions
+    would not save enough time.
 
-    Completions are assigned in descending order of length, each to the rank with the fewest tokens. For a rank that
-    does not have the completion's prompt yet, the prompt's tokens count too. Groups therefore stay together while that
-    is cheaper.
+    Completions are assigned in descending order of length. Each goes to the rank with the fewest tokens so far. If a
+    rank does not have the completion's prompt yet, the prompt's tokens are added to its cost. Completions of a group
+    therefore stay on one rank as long as that is cheaper.
 
     Args:
         costs: Costs of each row, by rank.
@@ -374,9 +382,9 @@ def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
     world = range(len(costs))
     items = [(-size, r, k, i) for r in world for k, (_, sizes) in enumerate(costs[r]) for i, size in enumerate(sizes)]
     if len(items) < len(costs):
-        return None  # Return no plan, because a rank without completions would have nothing to compute.
+        return None  # A rank without completions would have nothing to compute, so exchange nothing.
     loads = [0] * len(costs)
-    # Entries (rank, row) for which the rank already has the prompt of the row.
+    # Entries (rank, row owner, row) for which the rank already has the prompt of the row.
     holds: set[tuple[int, int, int]] = set()
     targets: dict[Place, int] = {}
     for size, home, row, completion in sorted(items):
@@ -390,7 +398,7 @@ def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
 
 
 def part(row: Row, members: Sequence[int]) -> Row:
-    """Return a row with some of its completions."""
+    """Return a row with only the given completions."""
 
     def chosen(values: list[Any]) -> list[Any]:
         return [values[i] for i in members]
@@ -406,31 +414,32 @@ def part(row: Row, members: Sequence[int]) -> Row:
 
 
 def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[list[list[Row]], list[dict[str, Metric]]]:
-    """Balance the work of ranks by exchanging completions within each slice, if that saves enough time.
+    """Exchange completions between ranks within each slice, so that all ranks have similar numbers of tokens.
 
-    Completions stay in their slice. Every optimizer step therefore has the same completions, and its denominators are
-    counted over all ranks, so the gradient does not change. This is a collective operation: all ranks must call it with
-    the same number of slices.
+    A completion stays in its slice, so every optimizer step uses the same completions. Denominators of the loss are
+    counted over all ranks. The gradient therefore does not change. The call is a collective operation: all ranks must
+    call it with the same number of slices.
 
-    Slices with images are not exchanged.
+    If a slice contains images, nothing is exchanged.
 
     Args:
         slices: Rows of each micro-batch on this rank.
         accelerator: Accelerator of the run.
 
     Returns:
-        The new slices. Also the imbalance of each slice before and after: the maximum number of tokens of a rank
-        divided by the mean.
+        The new slices, and metrics of each slice before and after the exchange: the maximum number of tokens of a rank
+        divided by the mean over ranks.
     """
     mine: list[list[Cost]] = [[(len(r.prompt_ids), [len(ids) for ids in r.completions]) for r in s] for s in slices]
     costs = parallel.all_gather_objects([mine], accelerator)
     plans = [deal([of_rank[number] for of_rank in costs]) for number in range(len(slices))]
     if any(row.model_kwargs for rows in slices for row in rows):
-        # Do not exchange completions, because images are stored per row and would be split.
+        # Exchange nothing, because the images of a row cannot be split between ranks.
         plans = [None] * len(slices)
     rank = accelerator.process_index
     parcels: list[Any] = _parcels(slices, plans, rank, accelerator.num_processes)
-    if any(plan is not None for plan in plans):  # All ranks compute the same plans, so all of them take part.
+    # All ranks compute the same plans, so either all of them or none of them takes part in the exchange.
+    if any(plan is not None for plan in plans):
         parcels = parallel.exchange_objects(parcels, accelerator)
     result = [
         rows if plans[number] is None else _counted_alike([row for slot, row in parcels if slot == number])
@@ -440,7 +449,7 @@ def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[lis
 
 
 def _counted_alike(rows: list[Row]) -> list[Row]:
-    """Add the column of sequence weights (`Batch.shares`) to all rows if one row has it."""
+    """Add the column of sequence weights (`Batch.shares`) to all rows if any row has it."""
     if any("share" in row.sequence_columns for row in rows):
         for row in rows:
             row.sequence_columns.setdefault("share", [1.0] * len(row.completions))
@@ -450,7 +459,7 @@ def _counted_alike(rows: list[Row]) -> list[Row]:
 def _parcels(
     slices: list[list[Row]], plans: list[dict[Place, int] | None], rank: int, ranks: int
 ) -> list[list[tuple[int, Row]]]:
-    """Split this rank's rows by destination: for each rank a list of ``(slice, part)``."""
+    """Split this rank's rows by the rank that receives them. The result has one list of ``(slice, part of a row)`` per rank."""
     parcels: list[list[tuple[int, Row]]] = [[] for _ in range(ranks)]
     for rows, plan, number in zip(slices, plans, range(len(slices)), strict=True):
         if plan is None:
@@ -465,8 +474,8 @@ def _parcels(
 def _busiest(
     costs: list[list[list[Cost]]], slices: list[list[Row]], accelerator: Accelerator
 ) -> list[dict[str, Metric]]:
-    """Compute the imbalance of each slice before and after: the maximum number of tokens of a rank divided by the
-    mean.
+    """Compute metrics of each slice before and after the exchange: the maximum number of tokens of a rank divided by
+    the mean over ranks.
     """
     sizes = [sum(len(r.prompt_ids) + sum(map(len, r.completions)) for r in rows) for rows in slices]
     after = parallel.all_gather_objects([sizes], accelerator)
@@ -480,8 +489,8 @@ def _busiest(
 
 
 def shared_requests(prompts: Sequence[list[int]]) -> list[Request]:
-    """Create one request for each group of consecutive equal prompts. Prompts are only equal if their images are equal
-    too.
+    """Create one request for each group of consecutive equal prompts. Two prompts are equal if their tokens and their
+    images are equal.
     """
     return [
         Request(prompt, len(list(equal)), pictures=Prompt.pictures_of(prompt))

@@ -1,6 +1,6 @@
-"""`ENGINES`: rollout engines by name, the models that they support, and how they are created.
+"""`ENGINES`: the rollout engines by name, with the models that they support and the functions that create them.
 
-Other packages can register a function that creates an engine under ``posttrain.engines`` (see `docs/extend.md`).
+Other packages can register an engine under the entry point group ``posttrain.engines`` (see `docs/extend.md`).
 
 `create_engine` creates an engine, and `complete` completes prompts.
 """
@@ -81,14 +81,14 @@ class EngineSpec:
     """A rollout engine that a config can select.
 
     Attributes:
-        make: Function of the model, the pad token id and transformers' ``cache_implementation`` that creates an engine
-            on the model's own weights. None: the engine has a copy of the weights, which a trainer pushes
-            (`posttrain.loop.weight_sync`).
-        refuses: Function of a model. It returns None if the engine samples from the model exactly, and otherwise the
-            reason why not.
-        vllm_mode: Value of ``vllm_mode`` for ``use_vllm=True``.
-        exact: Whether the engine computes log-probs with the exact weights. False: it rounds the weights, so the method
-            must correct for the difference.
+        make: Function that creates an engine on the model's own weights. Its arguments are the model, the pad token id
+            and transformers' ``cache_implementation``. None: the engine has a copy of the weights, to which a trainer
+            pushes new weights (`posttrain.loop.weight_sync`).
+        refuses: Function of a model. It returns None if the engine samples from exactly this model's distribution, else
+            the reason why not.
+        vllm_mode: Value of the option ``vllm_mode`` that selects this engine together with ``use_vllm=True``.
+        exact: Whether the engine computes log-probs with the exact weights. If False, it rounds the weights, and the
+            loss must correct for the difference.
         in_workers: Whether rollout workers can use the engine. If ``make`` is also set, the rollout server can use it
             too.
     """
@@ -112,11 +112,11 @@ ENGINES = {
 IN_PROCESS = tuple(name for name, spec in ENGINES.items() if spec.make is not None)
 EXACT = tuple(name for name in IN_PROCESS if ENGINES[name].exact)
 IN_WORKERS = tuple(name for name, spec in ENGINES.items() if spec.in_workers)
-# Order in which "auto" tries engines. On an H200, a decoding step of a 0.5B model took 29 to 34 ms with the native engine, and
+# Order in which "auto" tries engines. On an H200, a decoding step of a 0.5B model took 29 to 34 ms with the native engine and
 # about 62 ms with continuous batching.
 ON_GPU, ON_CPU = ("vllm", "native", "paged", "hf"), ("native", "hf")
 
-# Engines that "auto" can select only if there is a trainer's config, each with the reason.
+# Engines that "auto" selects only for a trainer, each with the reason why they do not work without a trainer's config.
 UNCONFIGURED = {
     "vllm": "it has a copy of the weights, and without a trainer no weights are pushed",
     "paged": "it does not support all sampling settings, and the settings of later calls are unknown",
@@ -126,14 +126,14 @@ UNCONFIGURED = {
 def choose_engine(model: nn.Module, refused: Mapping[str, str] | None = None) -> str:
     """Select the engine for ``rollout_engine="auto"`` on this model and device, and log the reasons in one line.
 
-    On a GPU: vLLM in the trainer's process, else the native engine, else transformers' continuous batching. On a CPU: the
-    native engine. If the selected engine is not exact: transformers' ``generate``.
+    On a GPU, the order is: vLLM in the trainer's process, the native engine, transformers' continuous batching,
+    transformers' ``generate``. On a CPU, it is: the native engine, transformers' ``generate``.
 
-    An engine is skipped if it does not support the model exactly or if it is in ``refused``.
+    An engine is skipped if it does not compute the model exactly, or if it is in ``refused``.
 
     Args:
         model: Causal language model to sample from.
-        refused: Engines that the caller cannot use, with the reasons.
+        refused: Engines that the caller cannot use, each with the reason.
 
     Returns:
         ``vllm``, ``paged``, ``native`` or ``hf``.
@@ -154,21 +154,21 @@ def choose_engine(model: nn.Module, refused: Mapping[str, str] | None = None) ->
 def create_engine(
     name: str, model: nn.Module, *, pad_token_id: int, folder: str | None = None, cache: str | None = None
 ) -> RolloutEngine:
-    """Create an engine that samples with the weights of ``model`` itself.
+    """Create an engine that samples from the weights of ``model`` without copying them.
 
     Args:
-        name: One of `IN_PROCESS`, or ``auto``, which is ``native`` or ``hf`` here (see `choose_engine` for trainers on
-            a GPU).
+        name: One of `IN_PROCESS`, or ``auto``. Here, ``auto`` selects ``native`` or ``hf``; `choose_engine` describes
+            what trainers select on a GPU.
         model: A causal language model.
         pad_token_id: Pad token of the tokenizer.
-        folder: Folder for the prompts of a failed call, if the engine writes them.
+        folder: Folder to which the engine may write the prompts of a failed call. None: they are not written.
         cache: transformers' ``cache_implementation``, for the engine ``hf`` only.
 
     Raises:
         ConfigError: The name is unknown, or ``native`` is not exact for this model.
     """
     check_choice("rollout_engine", name, ("auto", *IN_PROCESS))
-    # Remove shared memory that belongs to killed runs.
+    # Remove files in shared memory that killed runs have left.
     remove_orphans()
     if name == "auto":
         name = choose_engine(model, UNCONFIGURED)
@@ -194,7 +194,7 @@ def complete(
     seed: int | None = 0,
     engine: str = "auto",
 ) -> list[str]:
-    """Complete prompts with a model. Decoding is greedy unless a temperature is set.
+    """Complete prompts with a model. With the default temperature 0, decoding is greedy.
 
     Args:
         model: A transformers causal language model. Its training mode and settings are not changed.

@@ -1,4 +1,4 @@
-"""`HFEngine`: transformers' ``generate`` as a rollout engine. It is slow and supports every model."""
+"""`HFEngine`: rollout engine that uses transformers' ``generate``. It is slow, but supports every model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def without_own_settings(model: nn.Module) -> Iterator[None]:
-    """Run with an empty generation config in the model.
+    """Replace the model's generation config by an empty one inside the context.
 
-    transformers fills arguments that are None from the checkpoint's generation config, whose bans, biases and forced
-    tokens would change the sampled distribution.
+    transformers takes arguments that are None from the checkpoint's generation config. The bans, biases and forced
+    tokens in it would change the sampled distribution.
     """
     inner: Any = causal_lm(model)
     own, inner.generation_config = inner.generation_config, GenerationConfig()
@@ -47,11 +47,12 @@ def without_own_settings(model: nn.Module) -> Iterator[None]:
 
 
 class _Shape(LogitsProcessor):
-    """Logits processor that applies temperature, penalty, rules and truncation in the same way as the other engines,
-    and stores log-probs.
+    """Logits processor that changes the distribution in the same way as other engines do: temperature, penalty, rules
+    and truncation. It also stores log-probs.
 
-    Log-probs before and after these changes are stored. The token of step t becomes available in step t + 1. The
-    repetition penalty ignores padding before a prompt; transformers' own penalty would count it.
+    It stores log-probs before and after these changes. The token of step t is known only in step t + 1, so its log-prob
+    is selected then. The repetition penalty ignores padding before the prompt, which transformers' own penalty would
+    count.
     """
 
     def __init__(self, sampling: Sampling, widths: Sequence[int]) -> None:
@@ -62,7 +63,7 @@ class _Shape(LogitsProcessor):
         self.found: list[list[Tensor]] = []
 
     def settle(self, input_ids: Tensor) -> None:
-        """Store the log-probs of the tokens that were sampled last."""
+        """Select and store the log-probs of the tokens that were sampled in the previous step."""
         if self.pending:
             token = input_ids[:, -1:]
             self.found.append([logp.gather(1, token).squeeze(1) for logp in self.pending])
@@ -86,14 +87,14 @@ class _Shape(LogitsProcessor):
         return shaped
 
     def columns(self) -> list[list[list[float]]]:
-        """Return the log-probs of each row before the logits are changed. If the sampled distribution differs, also return
-        the log-probs under it.
+        """Return, for each row, the log-probs before the logits were changed. If the sampled distribution differs, also
+        return the log-probs under this distribution.
         """
         return [torch.stack(parts, 1).tolist() for parts in zip(*self.found, strict=True)]
 
 
 class _Strings(StoppingCriteria):
-    """Stops rows whose last token completed a stop string."""
+    """Stops a row after a token that completes a stop string."""
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer, width: int) -> None:
         self.sampling, self.tokenizer, self.width = sampling, tokenizer, width
@@ -104,7 +105,7 @@ class _Strings(StoppingCriteria):
 
 
 class _Interrupted(StoppingCriteria):
-    """Stops all rows after the call is interrupted."""
+    """Stops all rows after `interrupt` was called."""
 
     def __init__(self, interrupted: threading.Event) -> None:
         self.interrupted = interrupted
@@ -114,8 +115,8 @@ class _Interrupted(StoppingCriteria):
 
 
 def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
-    """Return a generation config with explicit values for all fields that change the distribution, so that no setting
-    of the checkpoint applies.
+    """Return a generation config that sets every field that can change the distribution. No setting of the checkpoint
+    then has an effect.
     """
     drawn: dict[str, Any] = {}
     if sampling.temperature > 0:
@@ -130,8 +131,8 @@ def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
 
 
 class HFEngine(RolloutEngine):
-    """Samples with transformers' ``generate``. All prompts share one left-padded call if padding does not change the
-    results; see `_calls`.
+    """Samples with transformers' ``generate``. Prompts are left-padded and share one call, unless padding would change
+    the results; see `_calls`.
 
     Args:
         model: The trained causal language model.
@@ -167,8 +168,8 @@ class HFEngine(RolloutEngine):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """Sample completions; see `RolloutEngine.generate`.
 
-        A request's sampling settings may differ from the call only in ``max_new_tokens`` and in the seed, which is
-        ignored.
+        The sampling settings of a request may differ from those of the call only in ``max_new_tokens`` and the seed.
+        The seed is ignored.
 
         Raises:
             ConfigError: A setting is not supported.
@@ -184,7 +185,7 @@ class HFEngine(RolloutEngine):
             )
         self.interrupted.clear()
         rollouts: dict[int, list[Rollout]] = {}
-        # Uninstall tree attention, because some models check the name of their attention implementation during generation.
+        # Remove tree attention, because some models check the name of their attention implementation during generation.
         plain = uninstalled(self.model)
         with (
             plain,
@@ -198,12 +199,13 @@ class HFEngine(RolloutEngine):
         return [rollout for i in range(len(requests)) for rollout in rollouts[i]]
 
     def _calls(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
-        """Group requests that can share a padded call without changing each other's results.
+        """Group requests whose prompts can be padded to the same length without changing the results.
 
-        Left padding would be placed between virtual tokens and the prompt, and would change the distance between them.
-        Llama 4 would count padding in the positions that scale queries. Recurrent layers and convolutions read padding
-        if a projection before them has a bias, in the model or in an adapter. With longrope, the longest row of a call
-        selects the frequencies for all rows.
+        In some models, only requests of equal length share a call. With virtual tokens, padding would be between them
+        and the prompt. Llama 4 would count padding in the positions by which it scales queries. Recurrent layers and
+        convolutions read padding if a projection before them has a bias, in the model or in an adapter. With longrope,
+        the longest row of a call selects the rotary frequencies of all rows, so a request that may exceed the limit
+        runs alone.
         """
         switch, _ = rope_limits(self.model)
         scaled = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", False)
@@ -223,9 +225,9 @@ class HFEngine(RolloutEngine):
                     "long sequences. Such requests are sampled one by one. Keep prompt and completion within %d tokens to "
                     "avoid this.", switch, switch,
                 )  # fmt: skip
-            # In models with cross-attention to images, all rows of a call must have the same number of images, because tokens
-            # would attend to padding images. A request with images runs alone if the model's family was not tested with
-            # padding.
+            # If a model has cross-attention to images, all rows of a call must have the same number of images, because tokens
+            # would also attend to padding images. If the model family was not tested with padding, a request with images runs
+            # alone.
             key = (
                 i if alone or (unknown and request.pictures) else -1,
                 size if unpadded else -1,
@@ -236,13 +238,13 @@ class HFEngine(RolloutEngine):
         return list(calls.values())
 
     def _call(self, requests: list[tuple[int, Request]], sampling: Sampling) -> dict[int, list[Rollout]]:
-        """Run one padded ``generate`` and return the completions by the number of their request."""
+        """Run ``generate`` once on padded prompts. Return the completions by the index of their request."""
         prompts = [list(request.prompt_ids) for _, request in requests for _ in range(request.n)]
         width, device = max(map(len, prompts)), _device(self.model)
         ids = torch.tensor([[self.pad_token_id] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         shape = _Shape(sampling, [len(prompt) for prompt in prompts])
-        # Disable these settings in transformers, because `_Shape` applies all settings that change the distribution.
+        # Disable these settings in transformers, because `_Shape` applies them.
         rest: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
         plain = replace(sampling, temperature=float(sampling.temperature > 0), **rest)
         placed = [list(request.pictures) for _, request in requests for _ in range(request.n)]
@@ -289,11 +291,11 @@ class HFEngine(RolloutEngine):
         return Rollout(prompt, tokens[:size], logp, reason, self.version, processed_logp=drawn)
 
     def interrupt(self) -> None:
-        """End the running call after its current step; see `RolloutEngine.interrupt`."""
+        """Stop the running call after its current step; see `RolloutEngine.interrupt`."""
         self.interrupted.set()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Store the version. The engine uses the trainer's model."""
+        """Store the version. The engine uses the trainer's model, so there are no weights to load."""
         self.version = version
 
     def close(self) -> None:
@@ -301,7 +303,7 @@ class HFEngine(RolloutEngine):
 
 
 def _most(request: Request, sampling: Sampling) -> int:
-    """Return the maximum number of tokens of a request's completions."""
+    """Return the maximum number of tokens of a completion of this request."""
     return (request.sampling or sampling).max_new_tokens
 
 
@@ -311,7 +313,7 @@ def _device(model: nn.Module) -> torch.device:
 
 @contextmanager
 def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Sample with ``seed`` without changing the global random state."""
+    """Set the seed inside the context, and restore the global random state on exit."""
     if seed is None:
         yield
         return

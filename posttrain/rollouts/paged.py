@@ -1,4 +1,4 @@
-"""`PagedEngine`: transformers' continuous batching with a paged KV cache as a rollout engine."""
+"""`PagedEngine`: rollout engine that uses transformers' continuous batching with a paged KV cache."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from posttrain.rollouts.native.engine import own_precision
 from posttrain.rollouts.native.requests import check_requests, check_rope
 from posttrain.types import Request, Rollout, Sampling
 
-# Maximum fraction of a GPU's free memory for the KV cache. Training needs the rest.
+# Maximum fraction of a GPU's free memory that the KV cache may use. Training needs the other part.
 MEMORY_SHARE = 0.5
-# Number of tokens per page, on a CPU and on a GPU. GPU kernels require the default of transformers.
+# Number of tokens per page of the KV cache, on a CPU and on a GPU. GPU kernels work only with the default of transformers.
 PAGE, GPU_PAGE = 32, 256
-# Maximum number of tokens per forward pass (the default of transformers). Masks and logits are allocated for this number.
+# Maximum number of tokens per forward pass (the default of transformers). Memory for masks and logits is allocated for this
+# number.
 BATCH_TOKENS = 8192
 HALF = (torch.float16, torch.bfloat16)  # Dtypes that flash attention supports.
-# Fields of `Sampling` that transformers would ignore. It supports only temperature, top_k and top_p.
+# Fields of `Sampling` that transformers would silently ignore. It supports only temperature, top_k and top_p.
 UNKNOWN = (
     "min_p", "repetition_penalty", "min_new_tokens", "stop_strings", "logit_bias", "no_repeat_ngram", "guide", "top_logps",
 )  # fmt: skip
@@ -46,12 +47,12 @@ def _fields() -> set[str]:
 
 
 def page_field() -> str:
-    """Return the name of the page size in the installed version's ``ContinuousBatchingConfig``."""
+    """Return the name of the field for the page size in the installed version of ``ContinuousBatchingConfig``."""
     return "page_size" if "page_size" in _fields() else "block_size"
 
 
 def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
-    """Validate and return settings of transformers' continuous batching.
+    """Check settings of transformers' continuous batching, and return them.
 
     Raises:
         ConfigError: A name is unknown.
@@ -62,7 +63,7 @@ def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def paged_refusal(model: nn.Module) -> str | None:
-    """Return why transformers' continuous batching cannot sample from this model, or None."""
+    """Return the reason why transformers' continuous batching cannot sample from this model. Return None if it can."""
     try:
         refuse_virtual_tokens(model, "rollout_engine='paged'")
         refuse_pictures(model, "rollout_engine='paged'")
@@ -72,19 +73,20 @@ def paged_refusal(model: nn.Module) -> str | None:
 
 
 class PagedEngine(RolloutEngine):
-    """Continuous batching of transformers: requests join and leave a running batch, and the KV cache is paged.
+    """Rollout engine with transformers' continuous batching. Requests join and leave a running batch, and the KV cache
+    has pages.
 
-    Weights are neither copied nor cast. With float32 weights the engine computes in float32, even if training runs
-    under autocast. Flash attention is then not used, because it supports only half precision. With bfloat16 weights the
-    engine computes in bfloat16. If the generation thread dies or a request fails, an error with the requests is raised
-    and no completion is returned. Unsupported settings are rejected.
+    Weights are neither copied nor cast. With float32 weights, the engine computes in float32 even if training runs
+    under autocast, and without flash attention, which needs half precision. With bfloat16 weights, it computes in
+    bfloat16. If the generation thread ends early or a request fails, an error with these requests is raised, and the
+    call returns no completions. Sampling settings that transformers does not support are rejected.
 
     Args:
         model: The trained causal language model.
         pad_token_id: Pad token of the tokenizer.
-        settings: Fields of transformers' ``ContinuousBatchingConfig``. By default ``num_blocks`` and
-            ``max_batch_tokens`` are the maximum that the requests need, within ``max_memory_percent`` (default 0.5) of
-            a GPU, and CUDA graphs are disabled.
+        settings: Fields of transformers' ``ContinuousBatchingConfig``. By default, ``num_blocks`` and
+            ``max_batch_tokens`` are as large as the requests need, but use at most ``max_memory_percent`` (default 0.5)
+            of a GPU. CUDA graphs are disabled.
 
     Raises:
         ConfigError: A setting is unknown, or the model has virtual tokens.
@@ -97,7 +99,7 @@ class PagedEngine(RolloutEngine):
         self.model: Any = model
         self.pad_token_id = pad_token_id
         self.settings = check_paged(settings)
-        # In half precision, flash attention may be used, and its log-probs differ from the policy's.
+        # In half precision, transformers may use flash attention, whose log-probs differ slightly from the policy's.
         exact = causal_lm(model).dtype not in HALF
         self.capabilities = Capabilities(
             in_process=True, shares_weights=exact, unsupported=UNKNOWN, per_request_sampling=False
@@ -106,8 +108,8 @@ class PagedEngine(RolloutEngine):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """Sample completions; see `RolloutEngine.generate`.
 
-        A request's sampling settings may differ from the call only in ``max_new_tokens`` and in the seed, which is
-        ignored.
+        The sampling settings of a request may differ from those of the call only in ``max_new_tokens`` and the seed.
+        The seed is ignored.
 
         Raises:
             ConfigError: A setting is not supported.
@@ -123,8 +125,8 @@ class PagedEngine(RolloutEngine):
             for request in requests
             for _ in range(request.n)
         ]
-        # Sample the seed from the global random state. transformers would sample it from a state that is restored below, so it
-        # would be the same in every call.
+        # Sample a seed from the global random state. transformers itself would sample it from a state that is restored below,
+        # so every call would get the same seed.
         seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**31, ()))
         devices = [inner.device] if inner.device.type == "cuda" else []
         with (
@@ -139,8 +141,8 @@ class PagedEngine(RolloutEngine):
             except MemoryError:
                 if not devices or "num_blocks" in self.settings:
                     raise
-                # The requests do not all fit into memory at the same time. Use all available pages and queue the remaining
-                # requests.
+                # The memory is too small for all requests at the same time. Use all available pages. Some requests then wait
+                # for free pages.
                 results = self._run(inner, work, sampling, pages | {"num_blocks": None})
         failed = {number: result.error for number, result in results.items() if result.error is not None}
         if failed or len(results) < len(work):
@@ -153,7 +155,7 @@ class PagedEngine(RolloutEngine):
         return [self._rollout(prompt, results[number], sampling) for number, (prompt, _) in enumerate(work)]
 
     def _pages(self, inner: nn.Module, work: list[tuple[list[int], int]]) -> dict[str, Any]:
-        """Return the settings of continuous batching. Settings of the user override the computed ones."""
+        """Return the settings of continuous batching. The user's settings replace the computed settings."""
         ours: dict[str, Any] = {"return_logprobs": True, "use_cuda_graph": False, "drop_unsupported_processors": False}
         if inner.dtype not in HALF and "auto_switch_to_flash" in _fields():
             ours["auto_switch_to_flash"] = False
@@ -167,11 +169,11 @@ class PagedEngine(RolloutEngine):
         return ours | self.settings
 
     def _run(self, inner: nn.Module, work: list, sampling: Sampling, settings: dict[str, Any]) -> dict[int, Any]:
-        """Return the result of each completion by its number. Missing numbers were lost."""
+        """Return the result of each completion by its index. A completion without a result was lost."""
         from transformers import ContinuousBatchingConfig
 
         results: dict[int, Any] = {}
-        # -1 means that there is no stop token. With None, the stop tokens of the checkpoint would be used.
+        # With -1, there is no stop token. With None, transformers would use the stop tokens of the checkpoint.
         stops = list(sampling.stop_token_ids) or -1
         longest = max(new for _, new in work)
         with inner.continuous_batching_context_manager(
@@ -181,8 +183,8 @@ class PagedEngine(RolloutEngine):
             continuous_batching_config=ContinuousBatchingConfig(**settings),
             block=True,
         ) as manager:
-            # If this version of transformers can pause, add all requests before the first step, so that sampling with a seed
-            # does not depend on timing.
+            # Pause if this version of transformers can, and add all requests before the first step. Otherwise, the result of
+            # sampling with a seed would depend on timing.
             with manager.pause() if hasattr(manager, "pause") else nullcontext():
                 for number, (prompt, new) in enumerate(work):
                     manager.add_request(prompt, request_id=str(number), max_new_tokens=new, eos_token_id=stops)
@@ -198,14 +200,15 @@ class PagedEngine(RolloutEngine):
         tokens, said = list(result.generated_tokens), list(result.logprobs)
         ended = bool(tokens) and tokens[-1] in sampling.stop_token_ids
         cut = sampling.temperature > 0 and bool(sampling.truncation)
-        # With truncation, transformers returns log-probs of the truncated distribution, which differ from the trainer's.
+        # With truncation, transformers returns log-probs under the truncated distribution, which cannot be compared with the
+        # trainer's.
         return Rollout(
             prompt, tokens, [] if cut else said, "stop" if ended else "length", self.version,
             processed_logp=said if cut else None,
         )  # fmt: skip
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Store the version. The engine uses the trainer's model."""
+        """Store the version. The engine uses the trainer's model, so there are no weights to load."""
         self.version = version
 
     def close(self) -> None:

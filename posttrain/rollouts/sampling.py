@@ -1,4 +1,4 @@
-"""Conversion of sampling settings: ``generation_kwargs``, structured outputs, and a config's `Sampling`."""
+"""Functions that create sampling settings: from ``generation_kwargs``, from structured outputs, and from a trainer's config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ GUIDES = ("regex", "json", "grammar", "choice")
 
 
 def reshapes(sampling: Sampling) -> bool:
-    """Return whether penalties, structured outputs or rules change the distribution beyond temperature and truncation."""
+    """Return whether penalties, structured outputs or rules change the distribution, in addition to temperature and
+    truncation.
+    """
     return sampling.repetition_penalty != 1.0 or sampling.guide is not None or has_rules(sampling)
 
 
@@ -53,7 +55,7 @@ def structured_guide(options: object) -> tuple[str, str]:
     return (kind, value if isinstance(value, str) else json.dumps(value))
 
 
-# Supported fields of transformers' ``GenerationConfig``, and ``logit_bias`` of vLLM's ``SamplingParams``.
+# Fields of transformers' ``GenerationConfig`` that are converted, and ``logit_bias`` of vLLM's ``SamplingParams``.
 GENERATION_NAMES = (
     "eos_token_id",
     "min_new_tokens",
@@ -65,10 +67,12 @@ GENERATION_NAMES = (
 
 
 def generation_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert transformers' ``generation_kwargs`` to fields of `posttrain.types.Sampling`. Other keys are not changed.
+    """Convert transformers' ``generation_kwargs`` to fields of `posttrain.types.Sampling`. Keys with other names are
+    kept unchanged.
 
     Args:
-        options: ``generation_kwargs``. None means not set. ``eos_token_id`` replaces the tokenizer's.
+        options: ``generation_kwargs``. A value of None counts as not set. ``eos_token_id`` replaces the tokenizer's
+            stop tokens.
 
     Raises:
         ConfigError: A value has the wrong type. The message contains key and value.
@@ -120,7 +124,7 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def configured_sampling(args: PostTrainingConfig, *, stop_token_ids: tuple[int, ...], seed: int) -> Sampling:
-    """Return the sampling settings of an online trainer's config.
+    """Return the sampling settings that an online trainer's config describes.
 
     Args:
         args: Config with ``temperature``, ``top_p`` and so on. ``generation_kwargs`` override them.
@@ -144,14 +148,14 @@ def configured_sampling(args: PostTrainingConfig, *, stop_token_ids: tuple[int, 
     return Sampling(**(settings | overrides))
 
 
-# Upper bound of seeds. It fits into the signed integers of every engine.
+# Upper bound of seeds. Every engine can represent such a seed as a signed integer.
 SEEDS = 2**62
 
 
 def derived_seed(seed: int | None, index: int) -> int | None:
-    """Return the seed of request ``index`` in a call with ``seed``. It does not depend on which server answers.
+    """Return the seed of request ``index`` in a call with ``seed``. It is the same on every server.
 
-    Multiplier and increment are from Knuth's MMIX generator, so that seeds of consecutive requests are far apart.
-    Engines increment them for further completions.
+    Multiplier and increment are those of Knuth's MMIX generator, so that the seeds of consecutive requests are far
+    apart. Engines add 1, 2, ... to the seed for further completions of a request.
     """
     return None if seed is None else (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % SEEDS

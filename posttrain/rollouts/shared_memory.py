@@ -1,5 +1,5 @@
-"""Tensors in shared-memory files. One process writes a file, and other processes read it and verify its hash. Files are
-removed when their owner ends.
+"""Tensors in files in shared memory. One process writes a file. Other processes read it and verify its hash. A file is
+removed when the process that owns it ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARED_FOLDER = Path("/dev/shm")
 
 
 def checksum(data: Any) -> str:
-    """Compute the 128-bit xxh3 hash of bytes as hexadecimal digits.
+    """Return the 128-bit xxh3 hash of bytes, as hexadecimal digits.
 
     >>> checksum(b"")
     '99aa06d3014798d86001c324468d497f'
@@ -42,7 +42,7 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> str:
     for name, tensor in tensors:
         tensor = tensor.detach().cpu().contiguous()
         memory = tensor.untyped_storage().data_ptr()
-        # Copy weights that were already seen. Layers that peft repeats (layer_replication) share their weights.
+        # Copy weights whose memory was already written under another name, as in layers that peft repeats (layer_replication).
         whole[name] = tensor.clone() if memory in seen else tensor
         seen.add(memory)
     try:
@@ -58,10 +58,11 @@ def _file_checksum(path: Path) -> str:
 
 
 def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. They share the file's memory, so copy a tensor to keep it.
+    """Return the tensors of a safetensors file. They use the file's memory, so copy a tensor that is needed longer than
+    the file.
 
     Raises:
-        ModelError: The checksum differs from the announced one, or the file is not a safetensors file.
+        ModelError: The file's checksum is not the announced checksum, or the file is not a safetensors file.
     """
     got = _file_checksum(path)
     if got != announced:
@@ -75,11 +76,12 @@ def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
 
 
 def shared_path(path: str) -> Path:
-    """Validate the path of a bucket or an adapter: ``posttrain-*/*.safetensors`` below `shared_root`, or one folder
-    deeper.
+    """Check the path of a bucket or an adapter. It must be ``posttrain-*/*.safetensors`` below `shared_root`, or one
+    folder deeper.
 
     Raises:
-        ConfigError: The path is different, is a link or not a file, or another account owns the file or the folder.
+        ConfigError: The path has another form, is a link or not a file, or another user account owns the file or its
+            folder.
     """
     file, root = Path(path), shared_root()
     known = any(file.match(f"{root}/posttrain-*/{below}*.safetensors") for below in ("", "*/"))
@@ -87,8 +89,8 @@ def shared_path(path: str) -> Path:
         raise ConfigError(
             f"path={path!r} is not a regular file {root}/posttrain-*/*.safetensors. Only such files are read."
         )
-    # Accept files of root, because root can replace any file. Accept a private folder, because other accounts cannot write to
-    # it.
+    # Accept files of root, because root can replace any file in any case. Accept a private folder, because no other account can
+    # write to it.
     folder = root / file.relative_to(root).parts[0]
     owners = {file.stat().st_uid, folder.stat().st_uid} - {os.geteuid(), 0}
     if owners or folder.stat().st_mode & 0o022:
@@ -102,13 +104,15 @@ def shared_path(path: str) -> Path:
 
 
 def shared_root() -> Path:
-    """Return the folder for weights that processes of this machine share: shared memory, else the temporary folder."""
+    """Return the folder in which processes of this machine share weights: shared memory if available, else the
+    temporary folder.
+    """
     return SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else Path(tempfile.gettempdir()).resolve()
 
 
 def hold(folder: Path) -> int | None:
     """Lock a folder until this process ends. Return None if another process has locked or removed it."""
-    import fcntl  # On systems without fcntl, no shared memory is used.
+    import fcntl  # Systems without fcntl do not use shared memory.
 
     try:
         lock = os.open(folder, os.O_RDONLY)
@@ -124,9 +128,9 @@ def hold(folder: Path) -> int | None:
 
 
 def remove_orphans(root: Path | None = None) -> None:
-    """Remove folders of weights whose process has ended (see `hold`).
+    """Remove folders of weights whose process has ended. `hold` locks the folder of a running process.
 
-    A lock of the operating system is used, because process ids are reused and differ between containers.
+    The test uses the lock and not the process id, because process ids are reused and differ between containers.
     """
     for path in (shared_root() if root is None else root).glob("posttrain-[0-9]*-*/"):
         lock = hold(path)
@@ -136,7 +140,8 @@ def remove_orphans(root: Path | None = None) -> None:
 
 
 class SharedFolder:
-    """A folder in shared memory that this process holds. It is removed with the last reference to this object.
+    """A folder in shared memory that this process owns. It is removed when the last reference to this object is
+    deleted.
 
     If the process is killed, another process removes the folder (`remove_orphans`).
     """
@@ -144,7 +149,7 @@ class SharedFolder:
     def __init__(self) -> None:
         remove_orphans()
         lock = None
-        # Try again if another process has removed the folder as an orphan before it was locked.
+        # Try again if another process removed the folder before it was locked, because it looked like that of an ended process.
         while lock is None:
             self.path = Path(tempfile.mkdtemp(prefix=f"posttrain-{os.getpid()}-", dir=shared_root()))
             lock = hold(self.path)
@@ -157,6 +162,6 @@ class SharedFolder:
 
 def _remove(path: Path, lock: int, owner: int) -> None:
     os.close(lock)
-    # A forked process must not remove the folder.
+    # A forked child process must not remove its parent's folder.
     if os.getpid() == owner:
         shutil.rmtree(path, ignore_errors=True)

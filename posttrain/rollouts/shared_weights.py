@@ -1,4 +1,4 @@
-"""Merged weights of a model, and their transfer to processes on this machine through shared memory."""
+"""The weights of a model with merged adapters, and their transfer to other processes on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from posttrain.models.parallel import flattens_parameters, gathered, is_partitio
 from posttrain.models.reference import use_adapter
 from posttrain.rollouts.shared_memory import SharedFolder, file_tensors, write_tensors
 
-# Prefixes that wrappers for parallelism, compilation and checkpointing add to parameter names.
+# Prefixes that DDP, FSDP, compilation and checkpointing add to parameter names.
 WRAPPERS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 Getter = Callable[[], Tensor]
 
@@ -44,10 +44,10 @@ def clean_name(name: str) -> str:
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
-    """Yield pairs of a weight's name in the base model's checkpoint and a function that computes the weight.
+    """Yield, for each weight of the base model's checkpoint, its name and a function that computes it.
 
-    The function returns the weight itself, or a new tensor with the active adapters merged (``W + scale B A`` for LoRA).
-    Tied weights are yielded once, under the name of their source.
+    The function returns the weight itself. If active adapters change it, the function returns a new tensor with the
+    adapters merged (``W + scale B A`` for LoRA). Tied weights are yielded once, under the name of their source.
 
     Args:
         model: A transformers or peft model, wrapped or not.
@@ -81,8 +81,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
-    """Yield for each weight its name, a function that computes it, and the identities of the tensors that it is
-    computed from. Layers with an adapter are not entered.
+    """Yield each weight's name, a function that computes it, and the identities of the tensors from which it is
+    computed. A layer with an adapter is handled as a whole; its submodules are not visited.
     """
     special = _adapted(module, prefix)
     if special is not None:
@@ -94,7 +94,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozens
 
 
 def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
-    """Yield the same as `_walk` for the submodules of a module, without the module's own parameters."""
+    """Yield the same as `_walk` for the submodules of a module, but not for the module's own parameters."""
     hidden = module._non_persistent_buffers_set
     for name, buffer in module.named_buffers(recurse=False):
         if name not in hidden:
@@ -104,7 +104,7 @@ def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozen
 
 
 def _identities(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Return the addresses of the tensors' memory, because tied adapters are transposed views of the same memory."""
+    """Return the memory addresses of tensors. Tied adapters are transposed views with the same address."""
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     return frozenset(tensor.data_ptr() or id(tensor) for tensor in local)
 
@@ -119,7 +119,7 @@ def _itself(tensor: Tensor) -> Getter:
 
 
 def _adapted(module: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]] | None:
-    """Return the weights of a layer that peft replaced, or None for other modules."""
+    """Return the weights of a layer that peft has replaced. Return None for all other modules."""
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     if isinstance(module, TrainableTokensWrapper):
@@ -132,7 +132,9 @@ def _adapted(module: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[
 
 
 def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
-    """Yield the weights of an adapted layer. Weights that an active adapter changes are merged when they are read."""
+    """Yield the weights of a layer with an adapter. If an active adapter changes a weight, it is merged when the weight
+    is read.
+    """
     base = layer.get_base_layer()
     if not isinstance(layer, ParamWrapper) and any(base.children()):
         raise ModelError(
@@ -147,13 +149,13 @@ def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int
             yield prefix + name, _itself(parameter), _identities([parameter])
         else:
             yield prefix + name, _merged(layer, tuner, base, name), _identities([parameter, *adapters])
-    # The base layer of a ParamWrapper can be any module (e.g. a router or a mixer).
+    # The base layer of a ParamWrapper can be any module (e.g. a router or a sequence mixer).
     yield from _below(base, prefix)
 
 
 def _tuner_of(layer: Any, name: str) -> Any:
-    """Return the tuner layer that changes a weight of the base layer. Wrappers of expert tensors change one weight
-    each.
+    """Return the tuner layer that changes a weight of the base layer. For expert tensors, peft nests several wrappers,
+    each of which changes one weight.
     """
     while isinstance(layer, ParamWrapper):
         if layer.parameter_name == name:
@@ -178,7 +180,7 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
             try:
                 if isinstance(tuner, ParamWrapper) or (plain_lora(tuner) and name == "weight"):
                     return whole_tensor(_plus_delta(tuner, base, name))
-                # Merge into a temporary copy, because peft merges in place.
+                # Merge into a temporary copy of the layer, because peft merges in place.
                 twin = copy.deepcopy(layer)
                 twin.merge()
             except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -195,19 +197,20 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Raise an error for adapters that cannot be merged into the base weights. One layer of each kind is merged as a
-    test.
+    """Raise an error if an adapter cannot be merged into the base weights. To test this, one layer of each kind is
+    merged.
 
     Args:
         model: A transformers or peft model whose parameters are not sharded yet.
 
     Raises:
-        ModelError: Same as `merged_weights`, or peft cannot merge a layer.
+        ModelError: The adapter cannot be expressed as weights of the base model, or peft cannot merge one of its
+            layers.
     """
     if not adapters_of(model):
         return
     for _ in merged_weights(model):
-        # All errors that can be detected without merging are raised before the first weight is returned.
+        # `merged_weights` raises all errors that do not depend on merging before it yields the first weight.
         break
     kinds = set()
     for layer in causal_lm(model).modules():
@@ -222,14 +225,14 @@ def check_mergeable(model: nn.Module) -> None:
 
 
 def plain_lora(layer: nn.Module) -> bool:
-    """Return whether a layer's active adapters are ``scale B A`` of two linear layers and nothing else (no DoRA, no bias)."""
+    """Return whether a layer's active adapters only add ``scale B A`` with two linear layers A and B (no DoRA, no bias)."""
     if (
         not isinstance(layer, LoraLayer)
         or not isinstance(layer.lora_A, nn.ModuleDict)
         or isinstance(layer, ParamWrapper)
     ):
         return False
-    # Exclude DoRA and similar variants, which are more than a product of two matrices. Some packed layers do not list them.
+    # Exclude variants such as DoRA, which do more than add a product. Some packed layers do not list their variants.
     more = (
         layer.use_dora.get(n) or n in layer.lora_variant or layer.lora_bias.get(n) or n in layer.lora_embedding_A
         for n in layer.active_adapters
@@ -238,7 +241,7 @@ def plain_lora(layer: nn.Module) -> bool:
 
 
 def _plus_delta(layer: Any, base: Any, name: str) -> Tensor:
-    """Return ``W + sum of scale B A`` of the active adapters, added in float32 and rounded once."""
+    """Return ``W + sum of scale B A`` of the active adapters. The sum is computed in float32 and rounded once."""
     from peft.utils.integrations import dequantize_module_weight
 
     weight = (dequantize_module_weight(base) if name == "weight" else getattr(base, name)).detach()
@@ -250,7 +253,7 @@ def _plus_delta(layer: Any, base: Any, name: str) -> Tensor:
 
 
 def _delta(layer: Any, name: str) -> Tensor:
-    """Return ``scale B A`` in float32. peft would round it to the adapter's dtype."""
+    """Return ``scale B A`` in float32. peft's own method would round it to the adapter's dtype."""
     a, b = layer.lora_A[name], layer.lora_B[name]
     if type(a) is not nn.Linear or type(b) is not nn.Linear or isinstance(layer, ParamWrapper):
         return layer.get_delta_weight(name)
@@ -258,22 +261,23 @@ def _delta(layer: Any, name: str) -> Tensor:
     return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 
 
-# Number of versions that are kept. It is 2, because one version may be read while the next one is written.
+# Number of versions whose files are kept: the newest, and the version before it, which a worker may still read.
 VERSIONS_KEPT = 2
 
 
 class SharedWeights:
-    """Sends weights to other processes through files. It writes a file with each version, then the file ``latest.json``
-    with the version's number and hash.
+    """Sends weights to other processes on this machine through files. For each version, it writes a file with the
+    weights. Then it writes ``latest.json`` with the version's number and hash.
 
-    It implements `WeightTransferProtocol`. Nothing is paused, because workers load a version when they need it.
+    It implements `WeightTransferProtocol`. Generation is not paused, because each worker loads a new version when it
+    needs it.
 
     Args:
-        folder: Folder of the weights. None: create one in shared memory, else in the temporary folder.
+        folder: Folder of the weights. None: a new folder in shared memory if available, else in the temporary folder.
 
     Attributes:
-        probe: Token sequences that workers score with the next version, for a comparison with the trainer. None: no
-            comparison.
+        probe: Token sequences for which workers compute log-probs with the next version. The trainer compares them with
+            its own. None: no comparison.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -293,7 +297,8 @@ class SharedWeights:
         """Do nothing. Workers continue with the weights that they have."""
 
     def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the next version and make it the latest. Every tensor is read, which sharded tensors need.
+        """Write the next version and announce it as the latest. Every tensor is read, because reading sharded tensors
+        is a collective.
 
         Raises:
             WeightSyncError: The file could not be written correctly, for example because shared memory is full.
@@ -331,7 +336,7 @@ class SharedWeights:
 
 
 def remove_weights(folder: Path) -> None:
-    """Remove shared weights, and their folder unless the user passed it."""
+    """Remove the files with shared weights. Also remove their folder, unless the user passed it."""
     if folder.name.startswith("posttrain-"):
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -340,7 +345,8 @@ def remove_weights(folder: Path) -> None:
 
 
 def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tuple[dict[str, Tensor], int, Any]:
-    """Return the newest weights of at least ``version``, their version, and the probe sequences to score (or None).
+    """Return the newest weights if their version is at least ``version``. Also return their version and the probe
+    sequences, or None.
 
     Args:
         folder: Folder of a `SharedWeights`.
@@ -348,7 +354,7 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
         timeout: Maximum number of seconds to wait.
 
     Raises:
-        WeightSyncError: The version was not written in time, or its content is corrupt.
+        WeightSyncError: The version was not written within ``timeout``, or its file is corrupt.
     """
     limit, newest = time.monotonic() + timeout, None
     while True:
@@ -357,7 +363,7 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
             newest = latest["version"]
             if newest >= version:
                 return file_tensors(Path(folder, latest["file"]), latest["xxh3"]), newest, latest["probe"]
-        # The file is missing, because no version was written yet, or because a newer version has replaced it.
+        # Either no version has been written yet, or a newer version has replaced this file.
         except FileNotFoundError:
             pass
         except ModelError as error:
@@ -373,10 +379,10 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
 
 @torch.no_grad()
 def copy_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy weights into a model. The names must be exactly those of the model.
+    """Copy weights into a model. Their names must be exactly the names of the model's parameters.
 
     Raises:
-        ModelError: Names or shapes differ, so the architecture differs.
+        ModelError: Names or shapes differ, so the two models have different architectures.
     """
     own = {name: read() for name, read in merged_weights(model)}
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
@@ -391,7 +397,7 @@ def copy_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def as_dtype(name: Any) -> torch.dtype | None:
-    """Return a dtype from its name, with or without ``torch.``. None: the name is not a dtype.
+    """Return the dtype with this name, with or without ``torch.``. Return None if there is no such dtype.
 
     >>> as_dtype("torch.bfloat16"), as_dtype("auto")
     (torch.bfloat16, None)
@@ -401,20 +407,20 @@ def as_dtype(name: Any) -> torch.dtype | None:
 
 
 class Weights:
-    """Iterable over the current weights of a model, computed as they are read.
+    """The current weights of a model, as an iterable of pairs (name, tensor). Each weight is computed when it is read.
 
-    Iteration is a collective for sharded parameters: all ranks must iterate, even if only one sends.
+    If parameters are sharded, iteration is a collective operation: all ranks must iterate, even if only one rank sends.
 
     Args:
         model: The trainer's model, wrapped or not, with or without adapters.
         dtype: Dtype to cast floating-point tensors to. None: keep their dtype.
-        checkpoint_names: Whether to use the names and layout of ``save_pretrained`` if they differ from the model's
-            (experts).
-        adapters: Whether to merge active adapters. False: return the weights of the base model.
+        checkpoint_names: Whether to use the names and layout that ``save_pretrained`` writes, where they differ from
+            the model's parameters (experts).
+        adapters: Whether active adapters are merged into the weights. False: the weights are those of the base model.
 
     Attributes:
-        names: Names of all weights, known without reading them.
-        nbytes: Number of bytes in the last iteration.
+        names: Names of all weights. They are available without computing the weights.
+        nbytes: Number of bytes that the last iteration yielded.
 
     Raises:
         ModelError: The model has adapters and its parameters are flattened (FSDP1).
@@ -459,8 +465,8 @@ class Weights:
 def save_merged(model: nn.Module, folder: str | Path) -> None:
     """Save a transformers checkpoint of the base model with the active adapters merged. The model is not changed.
 
-    Unlike peft's ``merge_and_unload``, it rejects an adapter that changes only one of two tied matrices, because the
-    merged model would differ from the adapted model.
+    If an adapter changes only one of two tied matrices, an error is raised, because the saved model would differ from
+    the model with the adapter. peft's ``merge_and_unload`` does not check this.
 
     Args:
         model: A peft model, or any transformers model.
@@ -477,8 +483,8 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
         )
     seen: set[int] = set()
     weights = {}
-    # Copy tensors that occur twice. Layers that peft repeats (layer_replication) share tensors, which a safetensors file does
-    # not allow.
+    # Copy tensors that have several names. Layers that peft repeats (layer_replication) share tensors, which a safetensors file
+    # does not allow.
     for name, tensor in Weights(model):
         weights[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
@@ -486,14 +492,14 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
 
 
 def checkpoint_weights(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert weights to the names and the layout of the model's checkpoint; see `renamed`."""
+    """Convert weights from the model's names and layout to those of its checkpoint; see `renamed`."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, weights)
 
 
 def renamed(model: nn.Module) -> bool:
-    """Return whether the names or the layout of the weights in the model differ from those in its checkpoint."""
+    """Return whether the names or the layout of the model's parameters differ from those in its checkpoint."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     base = causal_lm(model)

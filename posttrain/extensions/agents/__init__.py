@@ -1,3 +1,3 @@
-"""Harnesses, in which the user's agent runs episodes against an HTTP endpoint of the policy. Also integrations of
-OpenEnv, verifiers and TRL's rollout sessions.
+"""Training on the user's own agents: a harness runs the agent, whose calls go to an HTTP endpoint of the policy. Also
+integrations of OpenEnv, verifiers and TRL's rollout sessions.
 """

@@ -27,26 +27,27 @@ from posttrain.types import Request, Rollout, Sampling
 
 # Parameters of OpenAI's API that are accepted but have no effect.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Sampling settings that a request must not change. Maps names in requests to fields of `Sampling`.
+# Sampling settings that must be the same in all calls of a run. Maps names in requests to fields of `Sampling`.
 OF_THE_RUN: dict[str, str] = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 OFF = {"presence_penalty": 0, "frequency_penalty": 0}
 MOST_CHOICES = 128
-# Maximum size of a request body in bytes. If the context length is unknown, it is MOST_BYTES. Otherwise it is BYTES_PER_TOKEN
-# per token of the context, and at least LEAST_BYTES.
+# Maximum size of a request body in bytes: BYTES_PER_TOKEN per token of the model's context, but at least LEAST_BYTES. If the
+# context length is unknown, the maximum is MOST_BYTES.
 MOST_BYTES, LEAST_BYTES, BYTES_PER_TOKEN = 16 * 2**20, 2**20, 32
-# Arguments of the chat template that a request must not set.
+# Arguments of the chat template that a request must not set, because the endpoint sets them.
 OUR_OWN = {
     name
     for function in (render_prompt, render, PreTrainedTokenizerBase.apply_chat_template)
     for name, parameter in inspect.signature(function).parameters.items()
     if parameter.kind is not parameter.VAR_KEYWORD and name != "documents"
 }
-# Keys of a message that are not supported. They are rejected, because ignoring them could change the samples.
+# Keys of a message that the endpoint does not support. They are rejected, because a key that is silently ignored could change
+# the samples.
 UNREAD = ("function_call", "audio")
 
 
 class CallError(Exception):
-    """Error with which a call is rejected, in OpenAI's format.
+    """Error response to a rejected call, in OpenAI's format.
 
     Attributes:
         status: HTTP status code.
@@ -66,7 +67,9 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class _Body(BaseModel):
-    """Base class of request bodies. Unknown parameters are rejected, because ignoring them could change the samples."""
+    """Base class of request bodies. Unknown parameters are rejected, because a parameter that is silently ignored could
+    change the samples.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -89,17 +92,17 @@ class _Body(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings that end a completion. They are removed from its text."""
+        """Strings at which a completion ends. The text of the completion ends before the first of them."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def includes_usage(self) -> bool:
-        """Whether the last chunk of a stream contains token counts."""
+        """Whether the last chunk of a streamed response contains the token counts."""
         return bool((self.stream_options or {}).get("include_usage"))
 
 
 class ChatBody(_Body):
-    """Body of ``/v1/chat/completions``."""
+    """Request body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -113,14 +116,14 @@ class ChatBody(_Body):
 
 
 class CompletionBody(_Body):
-    """Body of ``/v1/completions``."""
+    """Request body of ``/v1/completions``."""
 
     prompt: str | Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
 def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
-    """Parse a request body. Return it with a digest, which identifies retries.
+    """Parse a request body. Return the parsed body and its digest, by which retries are recognized.
 
     Raises:
         CallError: The body is not valid JSON, or a parameter is unknown or invalid.
@@ -136,7 +139,7 @@ def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
     try:
         return kind.model_validate(taken), digest
     except ValidationError as error:
-        # Report the errors of the union member that matched best, without the name of this member.
+        # A parameter can have several types. Report the errors of the type that matched best, without the name of the type.
         first = max(error.errors(), key=lambda one: len(one["loc"]))
         name = ".".join(str(part) for k, part in enumerate(first["loc"]) if k == 0 or isinstance(part, int))
         if first["type"] == "extra_forbidden":
@@ -151,22 +154,22 @@ def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
 
 @dataclass
 class Policy:
-    """The model behind the endpoint, and the limits of calls.
+    """The model that answers the calls, and the limits of calls.
 
     Attributes:
         tokenizer: Tokenizer with a chat template.
-        sampling: Sampling settings of every call. The log-probs of the loss assume them. ``max_new_tokens`` limits each
-            completion.
-        context: Maximum number of tokens of prompt and completion. None means no limit.
-        vocabulary: Vocabulary size V. None if it is unknown.
-        model: Model name that calls must use.
+        sampling: Sampling settings of every call. The log-probs in the loss are computed with the same settings.
+            ``max_new_tokens`` limits each completion.
+        context: Maximum number of tokens of prompt and completion. None: no limit.
+        vocabulary: Vocabulary size V. None: unknown.
+        model: Model name that every call must contain.
         template_kwargs: Arguments of the chat template.
         unsupported: Fields of `Sampling` that the engine does not support.
-        overrides: Whether calls that request different sampling settings are sampled with the run's settings. If False,
-            such calls are rejected.
+        overrides: What happens to a call with other sampling settings than the run's. True: it is sampled with the
+            run's settings. False: it is rejected.
         call_timeout: Maximum number of seconds that a call waits for its completion.
-        max_calls: Maximum number of sampled calls per session. None means no limit.
-        max_tokens: Maximum number of sampled tokens per session. None means no limit.
+        max_calls: Maximum number of sampled calls per session. None: no limit.
+        max_tokens: Maximum number of sampled tokens per session. None: no limit.
     """
 
     tokenizer: Any
@@ -187,21 +190,21 @@ class Policy:
             try:
                 self.tokenizer = add_response_schema(copy.copy(self.tokenizer))
             except ModelError:
-                # Calls with tools will be rejected, because there is no parser for tool calls in this template's format.
+                # Tool calls in this template's format cannot be parsed, so reject calls with tools.
                 self.calls_tools = False
-        # All calls share one instance, so that an escaped special token is replaced by the same placeholder in every call.
+        # Use one instance for all calls, so that the same special token in a text gets the same placeholder in every call.
         self.plain = PlainText(self.tokenizer) if hasattr(self.tokenizer, "all_special_tokens") else None
 
     @property
     def most_bytes(self) -> int:
-        """Maximum size of a request body in bytes. It is several times the size of a full context in escaped text."""
+        """Maximum size of a request body in bytes. It is several times the size of a prompt that fills the context."""
         return MOST_BYTES if self.context is None else max(LEAST_BYTES, BYTES_PER_TOKEN * self.context)
 
     # Prompts -------------------------------------------------------------------------------------------------------------
 
     def chat(self, body: ChatBody, session: Session) -> CapturedCall:
-        """Convert a chat call to a prompt. Token ids that the session has sampled are reused, and only new text is
-        tokenized.
+        """Convert a chat call to a prompt. Token ids that the session has already sampled are reused, and only the new
+        text is tokenized.
 
         Raises:
             CallError: The call cannot be rendered, or uses an unsupported option.
@@ -219,7 +222,7 @@ class Policy:
         return CapturedCall(0, ids, text, parent, messages, tools)
 
     def completion(self, body: CompletionBody, session: Session) -> CapturedCall:
-        """Convert a call with a plain prompt, as text or token ids."""
+        """Convert a call of ``/v1/completions`` to a prompt. The call contains text or token ids."""
         if isinstance(body.prompt, str):
             if not body.prompt:
                 raise CallError("The prompt is empty. Pass at least one token.", param="prompt")
@@ -231,14 +234,15 @@ class Policy:
     def _ids(
         self, session: Session, text: str, parent: tuple[int, int] | None, *, plain: bool
     ) -> tuple[list[int], tuple[int, int] | None]:
-        """Return the token ids of a text, and the earlier completion that the text continues. Only the text after this
-        completion is tokenized.
+        """Return the token ids of a rendered prompt, and the earlier completion that the prompt continues. Only the
+        text after this completion is tokenized.
         """
         if parent is not None:
             call = session.calls[parent[0]]
             rest = text[len(call.ends[parent[1]]) :]
             ids = self._encoded(rest)
-            # Check the result, because some tokenizers encode a part of a text differently if it is tokenized alone.
+            # Check the ids, because some tokenizers encode a part of a text differently from the same part within the whole
+            # text.
             if self._spells(ids, rest):
                 return [*call.ids(parent[1]), *ids], parent
         if plain:
@@ -254,11 +258,13 @@ class Policy:
         return bool(hidden) or self.decode(ids) == text
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids without any cleanup. Special tokens and spaces are kept."""
+        """Decode ids with all special tokens and spaces."""
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _hidden(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Hide special tokens in tool results, so that a result can neither end its turn nor begin a turn of the model."""
+        """Replace special tokens in tool results, so that a tool result can neither end its own turn nor begin a turn
+        of the model.
+        """
         if self.plain is None:
             return messages
         return [
@@ -313,8 +319,8 @@ class Policy:
         """Create the engine request of a call.
 
         Raises:
-            CallError: The model is unknown, settings differ from the run's settings, the prompt is too long, or a limit
-                of the session is reached.
+            CallError: The model is unknown, the sampling settings differ from the run's settings, the prompt is too
+                long, or a limit of the session is reached.
         """
         if body.model != self.model:
             raise CallError(
@@ -366,8 +372,8 @@ class Policy:
         return request
 
     def _check_settings(self, body: Any) -> None:
-        """Raise an error for sampling settings that differ from the run's settings, because the log-probs of the loss
-        would not match the samples.
+        """Reject a call whose sampling settings differ from the run's settings, because the log-probs in the loss would
+        not match the sampled distribution.
         """
         for name, value in OFF.items():
             if (asked := getattr(body, name)) not in (None, value) and not self.overrides:
@@ -385,13 +391,13 @@ class Policy:
             ("harness_max_tokens", session.counts.tokens, self.max_tokens),
         ):
             if most is not None and used >= most:
-                # Use status 400, because clients do not retry requests that failed with it.
+                # Respond with status 400, because clients do not retry such requests.
                 raise CallError(f"This episode has reached its limit {name}={most}.", code="budget_exceeded")
 
     # Answers -------------------------------------------------------------------------------------------------------------
 
     def take(self, call: CapturedCall, rollouts: Sequence[Rollout]) -> None:
-        """Store the completions of a call."""
+        """Store the completions of a call, and parse their messages."""
         tools = call.tools or None
         call.answers = [
             parse_response(self.tokenizer, r.token_ids, prefix=call.prompt_ids, tools=tools) for r in rollouts
@@ -403,7 +409,9 @@ class Policy:
         call.completions = [replace(rollout, text=answer["content"]) for rollout, answer in pairs]
 
     def _written(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """Decode a completion together with its prompt. Some tokenizers drop the first space of a text decoded alone."""
+        """Decode a completion together with its prompt, because some tokenizers drop the first space of a text that is
+        decoded alone.
+        """
         tail = list(prompt[-8:])
         before, whole = self.decode(tail), self.decode([*tail, *ids])
         return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
@@ -418,19 +426,20 @@ def _other(name: str, asked: Any, own: Any) -> str:
 
 
 def _seed(own: int, call: CapturedCall, asked: int | None, number: int) -> int:
-    """Compute the seed of a call from the session, the number of the call, and its prompt.
+    """Compute the seed of a call from the session's seed, the number of the call, and its prompt.
 
-    A seed in the call makes the call reproducible, but only within its session.
+    If the call contains a seed, an equal call in the same session gets the same completion. Other sessions get other
+    completions.
     """
     named = json.dumps([own, call.prompt_ids, asked if asked is not None else number])
     return int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big")
 
 
 def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Convert a message from OpenAI's format to the format of chat templates.
+    """Convert a message from OpenAI's format to the format that chat templates expect.
 
     Raises:
-        CallError: A part is not text, or the role is unknown.
+        CallError: A part of the message is not text, or the role is unknown.
     """
     read = {name: value for name, value in message.items() if value is not None}
     role = {"developer": "system"}.get(str(read.get("role")), read.get("role"))
@@ -471,9 +480,7 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _given_call(call: Any, where: str) -> dict[str, Any]:
-    """Return a tool call with its keys in the same order as in sampled calls, because templates render keys in
-    order.
-    """
+    """Return a tool call whose keys have the same order as in sampled calls, because a template renders keys in their order."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise CallError(f"{where} has no function with a name.", param=where, code="invalid_value")
@@ -491,12 +498,12 @@ def _finish(rollout: Rollout, answer: Mapping[str, Any]) -> str:
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
-    """Return a text up to the first stop string."""
+    """Return the part of a text before the first stop string."""
     return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
 
 
 def _message(answer: Mapping[str, Any], name: str, stops: Sequence[str]) -> dict[str, Any]:
-    """Convert an answer to a message. Its tool calls get ids, and their arguments become JSON text."""
+    """Convert a parsed answer to a message in OpenAI's format. Tool calls get ids, and their arguments become JSON text."""
     calls = [
         {
             "id": f"call_{name}_{k}",
@@ -515,12 +522,12 @@ def _message(answer: Mapping[str, Any], name: str, stops: Sequence[str]) -> dict
 
 @dataclass
 class Answer:
-    """Response to a sampled call in OpenAI's format.
+    """Response to a call in OpenAI's format.
 
     Args:
-        policy: The policy.
+        policy: The model and its limits.
         call: The sampled call.
-        key: Key of its session, for ids.
+        key: Key of the call's session. Ids in the response are derived from it.
         body: Request body.
     """
 
@@ -535,7 +542,7 @@ class Answer:
         self.created = int(time.time())
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Return the fields that are common to all response objects."""
+        """Return the fields that all response objects have."""
         chat = ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
         suffix = ".chunk" if kind == "chunk" and self.is_chat else ""
         return {
@@ -552,7 +559,7 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
     def whole(self) -> dict[str, Any]:
-        """Return the response as one object."""
+        """Return the whole response as one object, for a call without streaming."""
         choices = [self._choice(i, r, a) for i, r, a in self._each()]
         ids = {"prompt_token_ids": self.call.prompt_ids} if self.body.return_token_ids else {}
         return self.head("whole") | {"choices": choices, "usage": self.usage} | ids
@@ -587,7 +594,7 @@ class Answer:
         return {"content": [_token(t, v) | {"top_logprobs": top} for t, v, top in pairs], "refusal": None}
 
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """Yield the response as chunks of a stream. The completion is already finished."""
+        """Yield the response as the chunks of a stream. They are created after the whole completion is finished."""
         for index, rollout, answer in self._each():
             yield from self._chat_chunks(index, rollout, answer) if self.is_chat else self._text_chunks(index, rollout)
         if self.body.includes_usage:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Run = Callable[..., Any] | str | Sequence[str]
-# Interval in seconds between two checks for finished episodes.
+# Interval in seconds at which the runner looks for finished episodes.
 LOOK_S = 0.05
 # Maximum number of characters of a command's output that an error message quotes.
 TAIL = 500
@@ -49,28 +49,30 @@ VARIABLES = (
     "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "NODE_PATH", "JAVA_HOME", "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES", "*_proxy", "*_PROXY", "SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS",
 )  # fmt: skip
-# Maximum number of characters of a row that is passed in an environment variable. The limit of Linux is 128 KiB.
+# Maximum number of characters of a row that is passed in an environment variable. Linux allows 128 KiB per variable.
 LONGEST_VARIABLE = 100_000
 
 
 @dataclass
 class Harness:
-    """Agent with its options. Trainers also accept only the function or the command.
+    """An agent with its training options. Instead of a `Harness`, trainers also accept only the agent's function or
+    command.
 
     Args:
         run: A function or a command. A function ``f(task, base_url, api_key) -> result`` can be synchronous or
-            asynchronous. It also receives ``model`` and ``seed`` if it has these parameters. ``seed`` is the same for all
-            episodes of a group. A command receives ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and, for rows
-            below 100,000 characters, ``POSTTRAIN_TASK`` (the row as JSON) in its environment. It also receives the row
-            on its standard input. The last line of its output is the result, as JSON or text.
-        credit: Function ``f(session) -> [number]``. It returns a factor of the advantage for each branch, in the order of
-            ``session.branches()``. None uses 1 for all branches.
-        trains: Function ``f(call) -> bool``. It returns whether the tokens of a call contribute to the loss. Tokens of
-            other calls are only context. None: all calls contribute.
-        requires: Whether an episode that returns None counts as failed, even if there are reward functions.
+            asynchronous. If it has the parameters ``model`` or ``seed``, it receives them too. ``seed`` is the same for
+            all episodes of a group. A command receives ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` as
+            environment variables, and the row as JSON on its standard input. A row below 100,000 characters is also in
+            the variable ``POSTTRAIN_TASK``. The last line of the command's output is the result, as JSON or text.
+        credit: Function ``f(session) -> [number]`` that returns, for each branch of ``session.branches()``, a factor by
+            which the episode's advantage is multiplied. None: all factors are 1.
+        trains: Function ``f(call) -> bool`` that returns whether the tokens of a call contribute to the loss. Tokens of
+            all other calls are only context. None: all calls contribute.
+        requires: Whether an episode that returns None counts as failed. It is always True if `harness_reward` is a
+            reward function.
         close: Function that is called when training ends, also after an error.
-        keeps: Function ``f(calls) -> calls``. It selects the answered calls that belong to the agent. Other calls are
-            context. None selects all calls.
+        keeps: Function ``f(calls) -> calls`` that selects the answered calls that belong to the agent. All other calls
+            are only context. None: all calls belong to the agent.
 
     >>> Harness(["my-agent", "--once"]).command
     ['my-agent', '--once']
@@ -134,7 +136,7 @@ class _Replay(Harness):
         raise NotImplementedError("a recorded episode does not call the harness")
 
     def next(self, row: Mapping[str, Any]) -> HarnessEpisode:
-        """Return the next recorded episode of a row. After the last episode, start again with the first."""
+        """Return the next recorded episode for a row. After the last episode of this row, start again with its first."""
         recorded = self.waiting.get(_task_key(row))
         if not recorded:
             raise DataError(
@@ -151,15 +153,15 @@ def _task_key(row: Mapping[str, Any]) -> str:
 
 
 def _plain(value: object) -> Any:
-    """Remove the None values that a dataset adds for missing keys."""
+    """Remove keys with the value None, which a dataset adds to rows that lack a key of other rows."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items() if v is not None}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def harness_reward(completions: Sequence[Any], harness_result: Sequence[Any], **_: Any) -> list[float | None]:
-    """Return the harness's results as rewards. A result is a number, or a mapping with the key ``reward``. The reward
-    of failed episodes is None.
+    """Return the harness's results as rewards. A result is a number, or a mapping with the key ``reward``. A failed
+    episode has the reward None.
 
     Raises:
         RewardError: A result is not a number.
@@ -180,7 +182,7 @@ def _number(result: Any) -> float:
 
 
 def _recorded(result: object) -> object:
-    """Convert a result to JSON. Objects are replaced by their reward, or by None if they have no reward."""
+    """Convert a result to JSON. If it is not JSON, use its reward, or None if it has no reward."""
     if result is None or isinstance(result, str | int | float | Mapping | list | tuple):
         return result
     with contextlib.suppress(RewardError):
@@ -193,8 +195,8 @@ class HarnessEpisode:
     """One run of a harness.
 
     Attributes:
-        task: Row that the harness received.
-        session: Calls of the harness.
+        task: Dataset row that the harness received.
+        session: Calls that the harness sent to the endpoint.
         result: Return value of the harness.
         error: Error message, or None.
     """
@@ -207,7 +209,7 @@ class HarnessEpisode:
 
 @dataclass
 class HarnessOptions:
-    """Options of a `HarnessRunner`, a picklable copy of the config fields in `HarnessFields`."""
+    """Options of a `HarnessRunner`. They are a picklable copy of the config fields in `HarnessFields`."""
 
     limit: int = 16
     timeout: float | None = 600.0
@@ -224,7 +226,7 @@ class HarnessOptions:
 
     @classmethod
     def of(cls, args: PostTrainingConfig) -> HarnessOptions:
-        """Return the options in a config, or the defaults for None."""
+        """Return the options of a config. Fields with the value None get their defaults."""
         if args is None:
             return cls()
         return cls(
@@ -244,12 +246,12 @@ class HarnessOptions:
 
 
 class HarnessRunner:
-    """Runs a harness, one episode per row. Episodes run concurrently. Their calls are answered on the thread that owns the
-    engine.
+    """Runs one episode of a harness per row. Episodes run concurrently in threads. Their calls are answered on the
+    thread that calls `run`, which owns the engine.
 
     Args:
         harness: The harness, in any form that trainers accept.
-        options: Options. None uses the defaults.
+        options: Options. None: the defaults.
 
     Attributes:
         proxy: Endpoint of the policy. It is None before the first episode.
@@ -281,25 +283,26 @@ class HarnessRunner:
 
         Args:
             rows: Tasks of the episodes.
-            seeds: Sampling seeds. Rows with equal seeds are distinguished by their position in the rows of all processes.
-            policy: The policy.
+            seeds: Seed of each episode. Episodes with equal seeds still sample differently, because the position of the
+                row among the rows of all processes is used too.
+            policy: The model that answers the calls, and the limits of calls.
             sample: Function that runs the engine. It is called on this thread, equally often in every process.
             per_request: See `CallQueue.answer`.
-            any_process: Function that takes whether this process has unfinished episodes, and returns whether any process
-                has.
-            everyone: Function that gathers the rows of all processes. None if there is only one process.
-            place: Position of the first of these rows in the rows of all processes.
+            any_process: Function that receives whether this process has unfinished episodes. It returns whether any
+                process has unfinished episodes.
+            everyone: Function that gathers the rows of all processes. None: there is only one process.
+            place: Position of this process's first row among the rows of all processes.
 
         Raises:
-            Any error of ``sample``. All episodes are ended first.
+            Any error that ``sample`` raises. All episodes are ended before the error is raised.
         """
         if isinstance(self.harness, _Replay):
-            # All processes read the file in the same order, and each process uses a different part of the episodes.
+            # All processes read the replay file in the same order, but each process uses other episodes of it.
             shared = list(rows) if everyone is None else everyone(list(rows))
             return [self.harness.next(row) for row in shared][place : place + len(rows)]
         proxy, number = self._listening(policy), 0
-        # Seed for engines that accept only one seed per call. It differs between processes, because the rows of a group can be
-        # on several processes.
+        # Seed of an engine call, for engines whose requests cannot have their own seeds. It differs between processes, because
+        # the completions of one group can be on several processes.
         call_seed = ((seeds[0] if seeds else 0) * 1_000_003 + place * 100_003) % 2**31
         begun: list[HarnessEpisode] = []
         futures: list[Future[HarnessEpisode]] = []
@@ -326,7 +329,7 @@ class HarnessRunner:
         return episodes
 
     def close(self) -> None:
-        """Stop the endpoint and all commands."""
+        """Stop the endpoint, and kill all running commands."""
         if self.proxy is not None:
             self.proxy.stop()
             self.proxy = None
@@ -357,7 +360,7 @@ class HarnessRunner:
             _kill(process, key)
 
     def _start(self, proxy: CaptureProxy, waiting: deque[tuple[Future[HarnessEpisode], HarnessEpisode, int]]) -> None:
-        """Start daemon threads that run up to ``limit`` episodes concurrently."""
+        """Start daemon threads for waiting episodes, until ``limit`` episodes run concurrently."""
 
         def work() -> None:
             while waiting:
@@ -395,7 +398,7 @@ class HarnessRunner:
         return episode
 
     def _called(self, proxy: CaptureProxy, session: Session, row: dict[str, Any], seed: int) -> Any:
-        """Call a synchronous or asynchronous function with a time limit."""
+        """Call the harness's function with a time limit. The function can be synchronous or asynchronous."""
         function: Any = self.harness.run
         named = {"model": self.options.model, "seed": seed}
         known = _parameters(function)
@@ -409,16 +412,17 @@ class HarnessRunner:
     def _commanded(
         self, command: list[str], proxy: CaptureProxy, session: Session, row: dict[str, Any], seed: int
     ) -> Any:
-        """Run a command. Processes that it started are killed when it ends."""
+        """Run the harness's command. When it ends, all processes that it started are killed."""
         task = json.dumps(row, default=str)
         named = {"OPENAI_BASE_URL": proxy.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": self.options.model}
         named |= {"POSTTRAIN_SEED": str(seed)} | ({"POSTTRAIN_TASK": task} if len(task) < LONGEST_VARIABLE else {})
         patterns = (*VARIABLES, *(self.options.env or ()))
         passed = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
-        # `ulimit -f` takes the size in blocks of 512 bytes.
+        # `ulimit -f` expects the file size in blocks of 512 bytes.
         bounded = ["/bin/sh", "-c", f'ulimit -f {LARGEST_FILE // 512} 2>/dev/null; exec "$@"', "sh", *command]
         with contextlib.ExitStack() as stack:
-            # Use files instead of pipes, because processes that outlive the command would keep the pipes open.
+            # Use files for the output instead of pipes. A process that runs longer than the command would keep a pipe open, and
+            # reading would block.
             stdin, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
             stdin.write(task.encode())
             stdin.seek(0)
@@ -459,13 +463,13 @@ def _last_output(file: IO[bytes]) -> str:
 
 
 def _kill(process: subprocess.Popen, key: str) -> None:
-    """Kill a command with its process group. On Linux, also kill all processes with the episode's key in their environment."""
+    """Kill a command and its process group. On Linux, also kill every process with the episode's key in its environment."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
     until = time.monotonic() + 5
-    # Repeat until no process with this key is left, because a process may have started another one before it was killed.
+    # Repeat until no process with this key is left, because a killed process may have started another process just before.
     while (left := _having(f"OPENAI_API_KEY={key}".encode())) and time.monotonic() < until:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -474,7 +478,7 @@ def _kill(process: subprocess.Popen, key: str) -> None:
 
 
 def _having(variable: bytes) -> list[int]:
-    """Return the ids of this user's processes that have an environment variable."""
+    """Return the ids of this user's processes whose environment contains a variable."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -503,12 +507,13 @@ def _parameters(function: Any) -> set[str] | None:
 
 @dataclass
 class HarnessRollouts:
-    """Episodes converted to rollouts, with one entry per episode.
+    """Rollouts that were made from episodes, with one entry per episode.
 
     Attributes:
-        rollouts: First branch of each episode. Its other branches are in ``branches``. Excluded episodes have no tokens.
-        completions: Messages for reward functions.
-        extra: Columns for reward functions: ``harness_result``, ``harness_error`` and ``session``.
+        rollouts: First branch of each episode as a rollout. Further branches are in its ``branches``. An excluded
+            episode has no tokens.
+        completions: Messages of each episode, for reward functions.
+        extra: Additional columns for reward functions: ``harness_result``, ``harness_error`` and ``session``.
         metrics: Metrics to log.
     """
 
@@ -521,12 +526,12 @@ class HarnessRollouts:
 def as_rollouts(
     episodes: Sequence[HarnessEpisode], harness: Harness, *, placeholder: int, leave_out: bool
 ) -> HarnessRollouts:
-    """Convert episodes to rollouts. Failures are counted and logged.
+    """Convert episodes to rollouts. Failed episodes are counted, and the first error is logged.
 
     Args:
         episodes: Episodes in order.
-        harness: Harness, whose credit and filters are applied.
-        placeholder: Token id that is used as the prompt of episodes without tokens.
+        harness: Harness whose functions ``credit``, ``trains`` and ``keeps`` are applied.
+        placeholder: Token id that serves as the prompt of an episode without tokens.
         leave_out: Whether failed episodes are excluded from training.
 
     Raises:
@@ -580,7 +585,7 @@ def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
 
 
 def _kept(session: Session, harness: Harness) -> set[int] | None:
-    """Return the numbers of the calls that contribute to the loss, or None if all calls do."""
+    """Return the numbers of the calls that contribute to the loss. None: all calls contribute."""
     if harness.keeps is None and harness.trains is None:
         return None
     calls = [call for call in session.calls if call.state == "answered"]
@@ -589,7 +594,7 @@ def _kept(session: Session, harness: Harness) -> set[int] | None:
 
 
 def _filtered(calls: Sequence[tuple[int, int]], rollout: Rollout, session: Session, kept: set[int]) -> list[int]:
-    """Return the loss mask of a branch. It is 0 for tokens of calls that do not contribute to the loss."""
+    """Return the loss mask of a branch. It is 0 for tokens of calls that are not in ``kept``."""
     mask = list(rollout.tool_mask or [1] * len(rollout.token_ids))
     for number, choice in calls:
         call = session.calls[number]
@@ -601,8 +606,8 @@ def _filtered(calls: Sequence[tuple[int, int]], rollout: Rollout, session: Sessi
 
 
 def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
-    """Compute metrics: the numbers of calls, forks and failures, and the number of computed tokens relative to the
-    tokens of all calls.
+    """Compute metrics of episodes: numbers of calls, forks and failures, and the tokens that are computed once per
+    prefix tree as a fraction of the tokens of all calls.
     """
     n = max(len(episodes), 1)
     totals = Counter[str]()
@@ -623,18 +628,18 @@ def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
 
 
 def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Harness | None, Any]:
-    """Split a trainer's arguments into the worker and the harness. A `HarnessRolloutWorker` counts as a harness.
+    """Separate a trainer's arguments into a rollout worker and a harness. A `HarnessRolloutWorker` counts as a harness.
 
     Args:
         worker: The trainer's argument ``rollout_worker``.
         harness: The trainer's argument ``harness``.
-        reward_funcs: Reward functions. If it is None and there is a harness, the harness's result is the reward.
+        reward_funcs: Reward functions. If it is None and there is a harness, `harness_reward` is used.
 
     Returns:
         The worker, the harness, and the reward functions.
 
     Raises:
-        ConfigError: There are two harnesses.
+        ConfigError: Both arguments contain a harness.
     """
     if isinstance(worker, Harness):
         if harness is not None:

@@ -40,9 +40,9 @@ from posttrain.types import Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 
-# Calls are collected until no new call has arrived for this number of seconds, and are then sampled together.
+# Number of seconds without a new call after which the collected calls are sampled together.
 GATHER_S = 0.02
-# Maximum number of seconds until the server must accept connections.
+# Maximum number of seconds from the start of the server until it accepts connections.
 START_S = 30.0
 
 PromptBatch = tuple[list[Prompt], Sampling]
@@ -51,7 +51,7 @@ Sample = Callable[[list[PromptBatch]], list[list[Rollout]]]
 
 @dataclass(eq=False)
 class _Waiting:
-    """Call that waits for the engine."""
+    """A call for which the engine has not returned completions yet."""
 
     request: Prompt
     session: Session
@@ -59,9 +59,9 @@ class _Waiting:
 
 
 class CallQueue:
-    """Queue of calls from many sessions for one engine. All waiting calls are completed together.
+    """Queue of calls from many sessions. One engine completes all waiting calls together.
 
-    Any thread can submit calls. The thread that owns the engine calls `answer`.
+    Any thread may submit calls. The thread that owns the engine calls `answer`.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class CallQueue:
         return len(self._waiting)
 
     def submit(self, request: Prompt, session: Session) -> Future[list[Rollout]]:
-        """Queue a call. The future's result is its completions, or the engine's error."""
+        """Add a call to the queue. The returned future receives the call's completions or the engine's error."""
         waiting = _Waiting(request, session)
         with self._lock:
             self._waiting.append(waiting)
@@ -80,11 +80,11 @@ class CallQueue:
         return waiting.done
 
     def wake(self) -> None:
-        """Make a running `wait` return."""
+        """End a running `wait` immediately."""
         self._news.set()
 
     def wait(self, seconds: float) -> None:
-        """Wait until calls are queued and no further call has arrived for `GATHER_S`. Wait at most ``seconds``."""
+        """Wait until there is a call and no further call has arrived for `GATHER_S` seconds. Wait at most ``seconds``."""
         if self._news.wait(seconds):
             self._news.clear()
         seen = 0
@@ -105,16 +105,16 @@ class CallQueue:
         """Complete all waiting calls with as few engine calls as possible.
 
         Args:
-            sample: Function that runs the engine. It is called once, even with an empty list, because it can be a
+            sample: Function that runs the engine. It is called even if no call is waiting, because it can be a
                 collective operation.
             per_request: Whether requests can have their own sampling settings.
-            seed: Seed for engines whose requests cannot have their own settings.
+            seed: Seed of the engine call, for engines whose requests cannot have their own settings.
 
         Returns:
             Number of completed calls.
 
         Raises:
-            Any error of ``sample``. Waiting calls fail with the same error.
+            Any error that ``sample`` raises. The waiting calls fail with the same error.
         """
         with self._lock:
             taken, self._waiting = list(self._waiting), deque()
@@ -149,30 +149,30 @@ class CallQueue:
 class CaptureProxy:
     """Server for ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``, which records calls of open sessions.
 
-    A call is assigned to a session by its key (``Authorization: Bearer KEY``) or by the path ``/sessions/KEY/v1``. The
-    prompt is rendered with the run's chat template and sampled by the run's engine. Token ids, log-probs and the version
-    are recorded, and the response is in OpenAI's format.
+    A call is assigned to a session by its API key (``Authorization: Bearer KEY``) or by its path
+    (``/sessions/KEY/v1``). The prompt is rendered with the run's chat template, and the run's engine samples the
+    completion. Its token ids, log-probs and version of the weights are recorded. The response is in OpenAI's format.
 
     Calls are handled as follows:
 
-    - **Parallel calls** are sampled together. Each is a separate call.
-    - **A retry** gets the response of the original call, and does not count as a second call. A call is a retry if
-      ``x-stainless-retry-count`` is above 0, which OpenAI's clients send, or if its body equals that of a call whose client
-      disconnected before the response. Any other call with an equal body is sampled separately.
-    - **A client that disconnects** (a canceled stream, or a timeout of the client) cancels its call. The sampled tokens
-      are excluded from the loss, because they had no effect on the episode.
+    - **Parallel calls** are sampled together, but each is recorded as a separate call.
+    - **A retry** gets the response of the original call, and is not recorded as a second call. OpenAI's clients mark a
+    retry with ``x-stainless-retry-count`` above 0. A call also counts as a retry if its body equals that of a call
+    whose client disconnected before the response. All other calls with equal bodies are sampled separately.
+    - **A client that disconnects** (it cancels a stream, or its timeout ends) cancels its call. The sampled tokens are
+    excluded from the loss, because the agent never received them.
     - **A timeout** (``call_timeout``) and **an engine error** return an error in OpenAI's format, with status 504 or 500.
-    - **Calls of a session that has ended** return status 401.
+    - **A call of a session that has ended** returns status 401.
 
     Args:
-        policy: The policy, and the limits of calls.
+        policy: The model that answers the calls, and the limits of calls.
         host: Address to listen on.
         port: Port to listen on. 0 selects a free port.
 
     Attributes:
         queue: Calls that wait for the engine.
-        sessions: Sessions by key. Sessions that have ended are kept until `end`.
-        strays: Number of calls that did not belong to an open session.
+        sessions: Sessions by key. A session that was closed stays here until `end` removes it.
+        strays: Number of calls whose key did not belong to an open session.
 
     >>> proxy = CaptureProxy(policy); proxy.start()  # doctest: +SKIP
     >>> session = proxy.open()  # doctest: +SKIP
@@ -185,11 +185,10 @@ class CaptureProxy:
         self.sessions: dict[str, Session] = {}
         self.strays = 0
         self._sampling: dict[tuple[str, int], Future[list[Rollout]]] = {}
-        # Requests are parsed, rendered and tokenized in this thread, so that the event loop can meanwhile handle other
-        # episodes.
+        # Thread that parses, renders and tokenizes requests, so that the event loop can handle other requests in the meantime.
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="capture-reading")
-        # One lock per session. The calls of a session are processed one after the other, because retries are detected from
-        # earlier calls.
+        # Lock of each session. The calls of a session are prepared one after the other, because a retry can only be recognized
+        # after its original call was recorded.
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
@@ -198,7 +197,7 @@ class CaptureProxy:
 
     @property
     def url(self) -> str:
-        """``base_url`` for clients."""
+        """Base URL for OpenAI clients (``base_url``)."""
         return f"http://{host_and_port(self.host, self.port)}/v1"
 
     def start(self) -> CaptureProxy:
@@ -247,13 +246,13 @@ class CaptureProxy:
     # Sessions --------------------------------------------------------------------------------------------------------------
 
     def open(self, seed: int = 0) -> Session:
-        """Create a session with a random key."""
+        """Create a session with a random API key."""
         session = Session(f"pt-{secrets.token_urlsafe(18)}", seed)
         self.sessions[session.key] = session
         return session
 
     def close(self, session: Session) -> None:
-        """Reject further calls of a session, and cancel its running calls. Recorded responses are kept."""
+        """Reject further calls of a session, and cancel its running calls. The recorded calls remain available."""
         session.closed = True
         self.queue.drop(session)
         for (key, _), future in list(self._sampling.items()):
@@ -335,7 +334,7 @@ class CaptureProxy:
             session.counts.refused += 1
             raise
         except ClientDisconnect:
-            # The client disconnected before the whole request body had arrived, so it will not read this response.
+            # The client disconnected before it had sent the whole body, so it will not receive this response.
             session.counts.cancelled += 1
             return Response(status_code=499)
         except BaseException:
@@ -349,11 +348,11 @@ class CaptureProxy:
         return JSONResponse(answer.whole())
 
     async def _read(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function in the thread that parses bodies."""
+        """Run a function in the thread that parses request bodies."""
         return await asyncio.wrap_future(self._reading.submit(function, *args))
 
     async def _begin(self, session: Session, body: Any, digest: str) -> CapturedCall:
-        """Render, validate and queue a call.
+        """Render and check a call, then add it to the queue.
 
         Raises:
             CallError: The call cannot be rendered or sampled, or the session has ended.
@@ -382,7 +381,7 @@ class CaptureProxy:
             return None
         before.retries += 1
         if unread:
-            # The next retry with the same body must be matched to a different call.
+            # Change the state, so that a second retry with the same body is matched to another call.
             before.state = "waiting"
         return before
 
@@ -421,9 +420,9 @@ class CaptureProxy:
     def _unread(
         self, session: Session, call: CapturedCall, future: Future[list[Rollout]], *, again: bool, left: bool
     ) -> CallError:
-        """Handle a client that disconnected or a call that timed out, and return the error."""
+        """Record that the client disconnected or that the call timed out. Return the error for the response."""
         loop = asyncio.get_running_loop()
-        # Run the callback in the event loop's thread, because only that thread may change sessions.
+        # Run the callback in the event loop's thread, because only this thread may change sessions.
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._late, session, call, done))
         if left or again:
             self.unread(session, call, again=again)
@@ -436,7 +435,9 @@ class CaptureProxy:
         )
 
     def _late(self, session: Session, call: CapturedCall, done: Future[list[Rollout]]) -> None:
-        """Store completions that arrived after a disconnection or a timeout. They are counted, and kept for a retry."""
+        """Store completions that arrived after a disconnection or a timeout. Their tokens are counted, and a retry can
+        use them.
+        """
         self._sampling.pop((session.key, call.number), None)
         if not done.cancelled() and done.exception() is None and not call.completions:
             rollouts = done.result()
@@ -455,16 +456,17 @@ class CaptureProxy:
         return CallError(str(error), status=500, code="engine_error")
 
     def unread(self, session: Session, call: CapturedCall, *, again: bool) -> None:
-        """Exclude a call from the loss, because its client disconnected during the response."""
+        """Record that the client disconnected during the response. The call is excluded from the loss."""
         if again:
             session.counts.retried += 1
         else:
             session.counts.cancelled += 1
-        # Keep the state "answered", because a retry may have received the response before the disconnection was detected.
+        # Do not change the state "answered", because a retry may have received the response before this disconnection was
+        # detected.
         call.state = "answered" if call.state == "answered" else "cancelled"
 
     def answered(self, session: Session, call: CapturedCall, *, again: bool) -> None:
-        """Mark a call as answered when its response is being sent, so that later prompts can continue it."""
+        """Mark a call as answered immediately before its response is sent. Later prompts can then continue it."""
         if again:
             session.counts.retried += 1
         else:
@@ -473,7 +475,7 @@ class CaptureProxy:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events. If the client disconnects before the end of the stream, the call is canceled."""
+    """Response as server-sent events. If the client disconnects before the end, the call is canceled."""
 
     def __init__(self, proxy: CaptureProxy, session: Session, answer: Answer, *, again: bool) -> None:
         self.proxy, self.session, self.answer, self.again = proxy, session, answer, again
@@ -483,16 +485,16 @@ class _Stream(StreamingResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         for chunk in self.answer.chunks():
             yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
-            # Let the event loop run, so that the server can detect that the client has disconnected.
+            # Give the event loop a chance to detect that the client has disconnected.
             await asyncio.sleep(0)
-        # Mark the call as answered before the last line is sent, because the next call may arrive before this coroutine
-        # continues.
+        # Mark the call as answered before the last line is sent, because the client's next call may arrive before this
+        # coroutine continues.
         self.whole = True
         self.proxy.answered(self.session, self.answer.call, again=self.again)
         yield b"data: [DONE]\n\n"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the stream. If the stream does not finish, exclude the call from the loss."""
+        """Send the stream. If the client does not receive all of it, exclude the call from the loss."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -501,7 +503,7 @@ class _Stream(StreamingResponse):
 
 
 async def _gone(request: Request) -> None:
-    """Wait until the client has disconnected."""
+    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -511,7 +513,7 @@ async def _refusal(_: Request, error: CallError) -> JSONResponse:
 
 
 async def _other_refusal(request: Request, error: HTTPException) -> JSONResponse:
-    """Return an error in OpenAI's format for an unknown path, a wrong method, or a body that is too large."""
+    """Return an error in OpenAI's format for an unknown path, a wrong HTTP method, or a body that is too large."""
     message, code = str(error.detail), None
     if error.status_code in (404, 405):
         message = f"Unknown request URL: {request.method} {request.url.path}. Fix: use a base_url that ends with /v1."
@@ -527,7 +529,7 @@ async def _fault(_: Request, error: Exception) -> JSONResponse:
 
 @contextlib.contextmanager
 def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True) -> Iterator[CaptureProxy]:
-    """Start the endpoint and answer calls in a thread. Use it to test a harness without a trainer.
+    """Start the endpoint, and answer its calls in a thread. A harness can then be tested without a trainer.
 
     Args:
         proxy: Proxy that has not been started yet.
@@ -539,7 +541,7 @@ def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True)
     def work() -> None:
         while not ended.is_set():
             proxy.queue.wait(0.1)
-            # If sampling fails, all waiting calls receive the error. Keep the thread running, because later calls may succeed.
+            # If sampling fails, the waiting calls have already received the error. Continue, because later calls may succeed.
             with contextlib.suppress(Exception):
                 proxy.queue.answer(sample, per_request=per_request)
 
@@ -555,7 +557,7 @@ def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True)
 
 
 def engine_sample(engine: Any) -> Sample:
-    """Return a function that runs an engine, for `CallQueue.answer`."""
+    """Return a function for `CallQueue.answer` that generates with this engine."""
 
     def sample(batches: Sequence[PromptBatch]) -> list[list[Rollout]]:
         return [engine.generate(requests, sampling) for requests, sampling in batches]

@@ -1,5 +1,5 @@
-"""`Session`: the calls of one episode as a prefix tree of token ids, and the branches of this tree, which become
-training sequences.
+"""`Session`: the calls of one episode, stored as a prefix tree of token ids. The branches of the tree become training
+sequences.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from posttrain.errors import DataError
 from posttrain.rollouts.episodes.loop import Episode, turn_spans
 from posttrain.types import Rollout
 
-# Version of the file format of recorded sessions. Files of any other version are rejected.
+# Version of the file format of recorded sessions. A file with another version is rejected.
 FORMAT = 1
 
 State = Literal["waiting", "answered", "cancelled", "failed"]
@@ -23,22 +23,24 @@ UNREAD_FIRST: tuple[State, ...] = ("cancelled", "waiting", "failed", "answered")
 
 @dataclass(slots=True)
 class CapturedCall:
-    """Sampled call: its prompt, and one completion per choice.
+    """A call of the endpoint: its prompt, and one completion per choice.
 
     Attributes:
         number: Number of the call in its session.
-        prompt_ids: Token ids of the prompt. They begin with the ids of the completion that the prompt continues.
+        prompt_ids: Token ids of the prompt. If the prompt continues a completion, they begin with the ids of this
+            completion and of its prompt.
         text: Rendered prompt. Empty if the prompt was sent as token ids.
-        parent: Call number and choice index of the completion that the prompt continues, or None.
-        messages: Messages of the request. Empty for a plain prompt.
+        parent: The completion that the prompt continues, as call number and choice index. None: it continues no
+            completion.
+        messages: Messages of the request. Empty if the prompt is plain text or token ids.
         tools: Schemas of the tools.
         completions: Sampled completions, one per choice.
         answers: Completions as messages, with parsed tool calls.
-        state: ``waiting``: for the engine. ``answered``: the response was sent. ``cancelled``: the client disconnected
-            before the response. ``failed``: the engine raised an error, or the call timed out. Only answered calls
-            contribute to the loss.
-        body: Digest of the request, which identifies retries.
-        retries: Number of retries.
+        state: ``waiting``: the engine has not finished the call. ``answered``: the response was sent. ``cancelled``:
+            the client disconnected before the response. ``failed``: the engine raised an error, or the call timed out.
+            Only answered calls contribute to the loss.
+        body: Digest of the request body, by which retries are recognized.
+        retries: Number of times that the client has retried the call.
     """
 
     number: int
@@ -52,22 +54,22 @@ class CapturedCall:
     state: State = "waiting"
     body: str = ""
     retries: int = 0
-    # Text of the prompt plus completion, for each choice. A later prompt that begins with this text continues the choice.
+    # Text of the prompt and the completion, for each choice. If a later prompt begins with this text, it continues the choice.
     ends: list[str] = field(default_factory=list)
 
     def ids(self, choice: int) -> list[int]:
-        """Return the token ids of the prompt and one completion."""
+        """Return the token ids of the prompt followed by those of one completion."""
         return [*self.prompt_ids, *self.completions[choice].token_ids]
 
 
 @dataclass(slots=True)
 class Counts:
-    """Number of calls of a session by outcome. ``received`` is the sum of all other fields except ``tokens``.
+    """Numbers of calls of a session, by outcome. ``received`` is the sum of all other fields except ``tokens``.
 
     Attributes:
-        received: Calls with the key of the session.
+        received: Calls that arrived with the key of the session.
         answered: Calls whose response was sent.
-        retried: Retries that got the response of an earlier call.
+        retried: Retries, which got the response of an earlier call.
         cancelled: Calls whose client disconnected before the response. They are excluded from the loss.
         refused: Invalid calls, which were not sampled.
         failed: Calls for which the engine raised an error, or that timed out.
@@ -90,12 +92,13 @@ class Counts:
 
 @dataclass(slots=True)
 class Branch:
-    """Sequence of calls in which each call continues the previous call.
+    """Sequence of calls in which each call continues the completion of the previous call.
 
     Attributes:
-        episode: Tokens of the branch.
-        calls: Pairs of a call's number and the index of the choice that the next call continues.
-        forked: Length of the longest common prefix with an earlier branch, in tokens. 0 for the first branch.
+        episode: Tokens of all calls of the branch.
+        calls: One pair per call: the number of the call, and the index of the choice that belongs to this branch.
+        forked: Number of tokens that the branch's first prompt has in common with an earlier branch. 0 for the first
+            branch.
     """
 
     episode: Episode
@@ -106,13 +109,13 @@ class Branch:
 class Session:
     """The calls of one harness episode.
 
-    Training uses exactly the token ids that were sampled. If the text of a later prompt begins with the text of an
-    earlier prompt and its completion, the token ids of both are reused, and only the remaining text is tokenized.
-    Otherwise the prompt starts a new branch, which has a common prefix with earlier branches. This happens if the
-    history was truncated, summarized or rendered differently, or if the prompt belongs to another agent.
+    Training uses exactly the token ids that were sampled. If a later prompt begins with the text of an earlier prompt
+    and its completion, the token ids of both are reused, and only the remaining text is tokenized. Otherwise, the
+    prompt starts a new branch, which may have a common prefix with earlier branches. A new branch starts, for example,
+    if the agent truncated, summarized or reformatted the history, or if several agents use the session.
 
     Args:
-        key: Key of the session, with which calls are assigned to it.
+        key: API key of the session. Calls with this key belong to the session.
         seed: Seed for sampling.
 
     Attributes:
@@ -128,7 +131,9 @@ class Session:
         self.closed = False
 
     def parent_of_text(self, text: str) -> tuple[int, int] | None:
-        """Return the answered call and the choice with the longest text that is a prefix of ``text``."""
+        """Return the call and the choice with the longest text that is a prefix of ``text``. Only answered calls are
+        considered.
+        """
         parent, longest = None, 0
         for call in self.calls:
             for choice, end in enumerate(call.ends if call.state == "answered" else ()):
@@ -137,7 +142,7 @@ class Session:
         return parent
 
     def parent_of_ids(self, ids: Sequence[int]) -> tuple[int, int] | None:
-        """Find the choice whose token ids are the longest prefix of ``ids``. Return its call and the choice."""
+        """Return the call and the choice whose token ids are the longest prefix of ``ids``."""
         parent, longest, prompt_ids = None, 0, list(ids)
         for call in self.calls:
             for choice in range(len(call.completions) if call.state == "answered" else 0):
@@ -147,7 +152,7 @@ class Session:
         return parent
 
     def begin(self, call: CapturedCall) -> CapturedCall:
-        """Add a call and set its number. All calls are added on one thread."""
+        """Record a call and set its number. All calls must be recorded on the same thread."""
         call.number = len(self.calls)
         self.calls.append(call)
         return call
@@ -155,7 +160,8 @@ class Session:
     def same_body(self, body: str, attempt: int = 0) -> CapturedCall | None:
         """Return the earlier call that a request with this body retries.
 
-        Calls with the same number of attempts are preferred, and among these, calls without a received response.
+        Calls that were retried ``attempt - 1`` times are preferred. Among these, calls whose response was not received
+        are preferred.
         """
         calls = [call for call in reversed(self.calls) if call.body == body]
         alike = [call for call in calls if call.retries == attempt - 1]
@@ -165,12 +171,12 @@ class Session:
     # ---------------------------------------------------------------------------------------------------
 
     def branches(self) -> list[Branch]:
-        """Return all branches. Each sampled token of an answered call has mask 1 in exactly one branch. Context tokens have
-        mask 0.
+        """Return all branches. Each sampled token of an answered call has loss mask 1 in exactly one branch. All other
+        tokens have loss mask 0.
         """
         branches: list[Branch] = []
-        # Maps the last call and choice of a branch to the branch. The first prompt that continues a choice extends its branch.
-        # Every further prompt that continues the same choice starts a new branch.
+        # Maps the last call and choice of each branch to the branch. The first prompt that continues a choice extends its
+        # branch. Every further prompt that continues the same choice starts a new branch.
         ends: dict[tuple[int, int], Branch] = {}
         for call in (call for call in self.calls if call.state == "answered"):
             for choice, rollout in enumerate(call.completions):
@@ -188,7 +194,9 @@ class Session:
         return branches
 
     def rollout(self) -> Rollout | None:
-        """Return the first branch as a rollout, with all further branches in ``branches``. None if no call was answered."""
+        """Return the first branch as a rollout whose ``branches`` are the further branches. Return None if no call was
+        answered.
+        """
         rollouts = [branch.episode.rollout() for branch in self.branches()]
         rollouts = [rollout for rollout in rollouts if rollout.token_ids]
         if not rollouts:
@@ -196,8 +204,8 @@ class Session:
         return replace(rollouts[0], branches=tuple(rollouts[1:]))
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the messages for reward functions. They are the messages of the last call's branch, from its first
-        answer to its end, including tool results.
+        """Return the messages for reward functions: those of the branch with the last answered call, from the branch's
+        first answer on, including tool results.
         """
         last = next((call for call in reversed(self.calls) if call.state == "answered"), None)
         if last is None:
@@ -207,12 +215,12 @@ class Session:
         return [*last.messages[len(first.messages) :], last.answers[0]]
 
     def tokens_seen(self) -> int:
-        """Return the number of tokens of all answered calls including prompts, as if each call were a separate sequence."""
+        """Return the total number of tokens of all answered calls. A prompt counts in full in every call."""
         calls = [call for call in self.calls if call.state == "answered"]
         return sum(len(call.ids(choice)) for call in calls for choice in range(len(call.completions)))
 
     def tokens_once(self) -> int:
-        """Return the number of tokens in the prefix tree. Each of them is computed once."""
+        """Return the number of tokens in the prefix tree. Each common prefix is counted, and computed, once."""
         trie: dict[int, Any] = {}
         count = 0
         for branch in self.branches():
@@ -226,7 +234,7 @@ class Session:
     # A file ------------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the session to JSON-compatible data."""
+        """Convert the session to data that can be written as JSON."""
         calls = [asdict(call) for call in self.calls]
         return {"format": FORMAT, "key": self.key, "seed": self.seed, "counts": asdict(self.counts), "calls": calls}
 
@@ -257,7 +265,7 @@ class Session:
 
 
 def _shared(branches: Sequence[Branch], ids: Sequence[int]) -> int:
-    """Return the length of the longest common prefix of a prompt with any branch."""
+    """Return the number of tokens that a prompt has in common with the beginning of any branch."""
     most = 0
     for branch in branches:
         own = (*branch.episode.prompt_ids, *branch.episode.token_ids)
@@ -267,7 +275,7 @@ def _shared(branches: Sequence[Branch], ids: Sequence[int]) -> int:
 
 
 def _append(episode: Episode, rollout: Rollout) -> None:
-    """Append sampled tokens to an episode."""
+    """Append sampled tokens and their log-probs to an episode."""
     ids = list(rollout.token_ids)
     episode.finish_reason, episode.version = rollout.finish_reason, rollout.version
     episode.spans += turn_spans(rollout, len(ids))
@@ -280,9 +288,9 @@ class Recorded:
     """One episode of a replay file.
 
     Attributes:
-        task: Row that the harness received.
+        task: Dataset row that the harness received.
         session: Calls of the harness.
-        result: Return value of the harness. None if it failed, or if its result is not JSON.
+        result: Return value of the harness. None if the episode failed, or if the value cannot be written as JSON.
         error: Error message, or None.
     """
 
@@ -298,7 +306,7 @@ def record_session(path: str | Path, episode: Recorded) -> None:
     text = json.dumps(line, default=str)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Write with a single call, so that lines of several processes do not mix.
+    # Write the line with a single call, so that lines from several processes are not mixed.
     with file.open("ab", buffering=0) as out:
         out.write((text + "\n").encode())
 
@@ -315,7 +323,7 @@ def read_sessions(path: str | Path) -> Iterator[Recorded]:
         raise DataError(
             f"{path}: the sessions cannot be read: {error}. Fix: pass a file written by harness_record."
         ) from error
-    # Do not use splitlines, because texts may contain other line separators than \n.
+    # Do not use splitlines, because it also splits at separators other than \n, which texts may contain.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

@@ -1,4 +1,4 @@
-"""`HarnessRolloutWorker`: agent sessions of OpenEnv as a harness. Its arguments have TRL's names."""
+"""`HarnessRolloutWorker`: a harness that runs agent sessions of OpenEnv. Its arguments have TRL's names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from posttrain.extensions.agents.session import CapturedCall
 from posttrain.integrations import require
 from posttrain.rollouts.episodes.environments import accepted_arguments
 
-# Default maximum number of turns in a white-box session.
+# Default maximum number of turns of a white-box session, in which `HarnessRolloutWorker` calls the model.
 MOST_TURNS = 8
 
 
 def has_tool_call(call: CapturedCall) -> bool:
-    """Return whether the model called a tool in a call. It can be passed as ``train_turn_fn``."""
+    """Return whether the model called a tool in this call. It can be passed as ``train_turn_fn``."""
     return any(answer.get("tool_calls") for answer in call.answers)
 
 
@@ -31,12 +31,13 @@ class HarnessRolloutOutcome:
     """Result of an agent session, for ``rollout_reward_fn``.
 
     Attributes:
-        env_reward: Reward of the environment, or None.
-        completion: Messages of a white-box session. Empty for a black-box session.
-        trace: Events of the session.
+        env_reward: Reward from the session's ``verify``, or None.
+        completion: Messages of a white-box session (run by ``harness_adapter``). Empty for a black-box session (the
+            agent runs its own loop).
+        trace: Events that the session recorded.
         tool_call_count, tool_failure_count: Number of tool calls, and of failed tool calls, in a white-box session.
         tool_calls_by_name: Number of tool calls for each tool.
-        timed_out: Whether the agent did not finish in time.
+        timed_out: Whether the agent did not finish within the timeout.
     """
 
     env_reward: float | None
@@ -56,16 +57,17 @@ class HarnessRolloutWorker(Harness):
         harness_session_factory: Factory whose ``create(task, seed, episode_id)`` returns a session with
             ``verify(transcript, final_state)`` and ``close()``. ``seed`` is the same for all episodes of a group.
             ``base_url``, ``api_key`` and ``model`` are passed to ``create`` if it has these parameters.
-        harness_adapter: Adapter that runs the session turn by turn with ``run_white_box``. With None, the agent runs its
-            own loop against the endpoint, and ``wait_for_completion(timeout)`` waits for it.
-        rollout_reward_fn: Function ``f(outcome) -> float or None``. None uses the session's reward.
+        harness_adapter: Adapter whose ``run_white_box`` runs the session turn by turn. None: the agent calls the
+            endpoint in its own loop, and ``wait_for_completion(timeout)`` waits until it has finished.
+        rollout_reward_fn: Function ``f(outcome) -> float or None`` that computes the reward. None: the session's own
+            reward.
         train_turn_fn: Function ``f(call) -> bool`` that selects the calls that contribute to the loss, e.g.
-            `has_tool_call`. None selects all calls.
-        agent_turn_fn: Function ``f(calls) -> calls`` that selects the calls of the agent. None selects all answered calls.
+            `has_tool_call`. None: all calls contribute.
+        agent_turn_fn: Function ``f(calls) -> calls`` that selects the calls of the agent. None: all answered calls.
         max_turns: Maximum number of turns of a white-box session.
-        timeout: Argument of ``wait_for_completion`` in seconds. None uses its default.
-        worker_kwargs: Other arguments of TRL's worker. They raise an error, because they must be set in the trainer's
-            config.
+        timeout: Argument of ``wait_for_completion``, in seconds. None: the session's default.
+        worker_kwargs: Other arguments of TRL's worker. They raise an error, because the trainer's config contains these
+            options.
 
     Raises:
         ConfigError: ``worker_kwargs`` were passed.
@@ -93,7 +95,7 @@ class HarnessRolloutWorker(Harness):
         self.max_turns, self.timeout = max_turns, timeout
 
     def _episode(self, task: Mapping[str, Any], base_url: str, api_key: str, model: str, seed: int) -> Any:
-        """Run one session, from its creation to its reward."""
+        """Create a session, run it, and compute its reward."""
         address = {"base_url": base_url, "api_key": api_key, "model": model}
         known = accepted_arguments(self.factory.create, address)
         session = self.factory.create(task=task, seed=seed, episode_id=f"episode-{secrets.token_hex(8)}", **known)
@@ -128,7 +130,7 @@ class HarnessRolloutWorker(Harness):
 
 
 def _model_step(address: dict[str, str]) -> Callable[..., Any]:
-    """Return a function that samples a turn of a white-box session with a call of the policy's endpoint."""
+    """Return a function that samples one turn of a white-box session by calling the policy's endpoint."""
     from openenv.core.harness import ModelStepResult
     from openenv.core.llm_client import LLMResponse, ToolCall
 

@@ -1,4 +1,4 @@
-"""Trees of harness episodes (turns, forks, tool calls), as data for the report page and for a terminal."""
+"""Trees of harness episodes (turns, forks, tool calls), for the report page and for the terminal."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from posttrain.errors import DataError
 from posttrain.extensions.agents.session import Branch, CapturedCall, Recorded, Session, read_sessions
 from posttrain.values import visible
 
-# Maximum number of characters of a message that are shown.
+# Maximum number of characters of a message on the page or in the terminal.
 LONGEST = 600
 
 
 def episode_tree(session: Session) -> dict[str, Any]:
-    """Return the calls of an episode as plain data.
+    """Convert the calls of an episode to dicts and lists.
 
     Returns:
         A dict with these keys. ``branches``: each branch with its turns and the call at which it forks. ``unread``: the
         calls that belong to no branch. ``counts``: the numbers of calls by outcome. ``seen``: the number of tokens of
-        all calls including their prompts. ``once``: the number of tokens that are computed.
+        all calls including their prompts. ``once``: the number of tokens that are computed, in which common prefixes
+        count once.
     """
     branches = session.branches()
     unread = [{"call": call.number, "state": call.state} for call in session.calls if call.state != "answered"]
@@ -74,7 +75,7 @@ def _calls(answer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def cut(text: str) -> str:
-    """Omit the middle of a long text."""
+    """Replace the middle of a long text with the number of characters that are omitted."""
     half = LONGEST // 2
     return text if len(text) <= LONGEST else f"{text[:half]} [… {len(text) - 2 * half:,} characters …] {text[-half:]}"
 
@@ -85,7 +86,7 @@ def to_console(path: str | Path, *, show: int = 8, console: Console | None = Non
     Args:
         path: File written by ``harness_record``.
         show: Number of episodes to show.
-        console: Console for the output. None uses the terminal.
+        console: Console for the output. None: the terminal.
 
     Raises:
         DataError: The file has no episodes, or is not a replay file.
@@ -108,7 +109,7 @@ def to_console(path: str | Path, *, show: int = 8, console: Console | None = Non
 
 
 def as_tree(episode: Recorded, title: str) -> Tree:
-    """Build the tree of an episode, with a node for each branch and, inside it, a node for each turn."""
+    """Build the tree of an episode. It has a node per branch, which contains a node per turn."""
     episode_nodes = episode_tree(episode.session)
     end = (
         f"failed: {episode.error}"

@@ -15,28 +15,31 @@ from posttrain.errors import DataError, RolloutError
 from posttrain.extensions.agents.harness import Harness
 from posttrain.integrations import require
 
-# Maximum number of tasks that are taken from an environment with infinitely many tasks.
+# Maximum number of tasks that are taken from an environment whose tasks never end.
 MOST_TASKS = 10_000
-# Maximum number of seconds for stopping an environment's servers.
+# Maximum number of seconds to wait until an environment's servers have stopped.
 CLOSE_S = 10.0
 
 
 def verifiers_environment(
     environment: object, *, tasks: int | None = None, runtime: str | None = "subprocess", **config: Any
 ) -> tuple[datasets.Dataset, Harness]:
-    """Convert an environment of ``verifiers`` (0.4) to a training set and a harness with the environment's reward.
+    """Convert an environment of ``verifiers`` (0.4) to a training set of tasks, and a harness that returns the
+    environment's reward.
 
-    Every model call of the environment's agents is forwarded to the policy's endpoint by verifiers' interception. Judges
+    verifiers intercepts every model call of the environment's agents and forwards it to the policy's endpoint. Judges
     use the endpoints in the environment's config.
 
     Args:
         environment: Id of an installed environment, its config (a mapping or ``EnvConfig``), or an ``Env``.
-        tasks: Number of tasks. None uses all tasks, or 10,000 tasks of an infinite environment.
-        runtime: Runtime of the agent's program. None uses the config's runtime. It cannot be set for an ``Env``.
-        config: Additional fields of the config. Only if ``environment`` is an id.
+        tasks: Number of tasks. None: all tasks, or 10,000 tasks of an environment whose tasks never end.
+        runtime: Runtime of the agent's program. None: the runtime in the environment's config. It cannot be set if
+            ``environment`` is an ``Env``.
+        config: Additional fields of the config. They are only allowed if ``environment`` is an id.
 
     Returns:
-        Rows with ``prompt`` and ``task`` (index), and the harness: ``GRPOTrainer(model, train_dataset=rows, harness=harness)``.
+        A dataset with the columns ``prompt`` and ``task`` (index), and the harness: ``GRPOTrainer(model,
+        train_dataset=rows, harness=harness)``.
 
     Raises:
         MissingDependencyError: verifiers is not installed.
@@ -66,13 +69,15 @@ def verifiers_environment(
 
 
 def _messages(data: Any) -> list[dict[str, Any]]:
-    """Return the messages of a task for the trainer's logs. The agent gets the task from the environment itself."""
+    """Return the messages of a task, which the trainer logs. The agent gets the task from the environment, not from
+    these messages.
+    """
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     return [*system, {"role": "user", "content": data.prompt_text or str(data.name or data.idx)}]
 
 
 class _Player:
-    """Function that runs one task as an episode and returns its reward.
+    """Runs one task of an environment as an episode, and returns the reward.
 
     Args:
         environment: An ``Env``.
@@ -94,7 +99,7 @@ class _Player:
 
         await self._served()
         root = base_url.removesuffix("/v1")
-        # The API key is part of the URL path, because verifiers' clients would read a key only from an environment variable.
+        # Pass the API key in the URL's path, because verifiers' clients read a key only from an environment variable.
         client = vf.EvalClientConfig(base_url=f"{root}/sessions/{quote(api_key)}/v1", api_key_var="POSTTRAIN_NO_KEY")
         context = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig())
         (slot,) = self.environment.slots(self.tasks[task["task"]])
@@ -108,7 +113,7 @@ class _Player:
         return {"reward": sum(trace.reward for trace in traces) / len(traces), "rewards": rewards}
 
     async def _served(self) -> None:
-        """Start tool servers and interception once per event loop. A separate task keeps them running."""
+        """Start tool servers and the interception server, once per event loop. A separate task keeps them running."""
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
             ready = self._serving[loop] = loop.create_future()

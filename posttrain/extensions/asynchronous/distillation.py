@@ -37,11 +37,11 @@ ASKED_AT_ONCE = 16  # Maximum number of rollouts that the teachers score concurr
 
 
 class TeachersAsked:
-    """Requests the teachers' scores of each rollout on arrival, so that most scores are available when the training step
-    begins.
+    """Sends each rollout to the teacher servers as soon as it arrives, so that most scores are available when the
+    training step begins.
 
     Args:
-        ask: Function that returns the teachers' scores of a sample.
+        ask: Function that requests the teachers' scores of one sample and returns them.
     """
 
     def __init__(self, ask: Callable[[RolloutSample], dict[str, Any]]) -> None:
@@ -49,13 +49,13 @@ class TeachersAsked:
         self.pool = ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="teachers")
 
     def begin(self, trajectory: Trajectory) -> None:
-        """Request the scores of a rollout without waiting."""
+        """Start a thread-pool task that requests the scores of a rollout, and return immediately."""
         for sample in trajectory.samples:
             sample.scores = self.pool.submit(self.ask, sample)
 
     def finish(self, samples: Sequence[RolloutSample]) -> dict[str, Metric]:
-        """Wait for the scores of a step's rollouts. Scores of rollouts from a user's own worker are requested only
-        now.
+        """Wait until the scores of all rollouts of the step are available. Rollouts from a user's own worker did not
+        pass through `begin`, so their scores are requested here.
         """
         began = time.perf_counter()
         asked = [s.scores if isinstance(s.scores, Future) else self.pool.submit(self.ask, s) for s in samples]
@@ -73,8 +73,8 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
     Args:
         model: Student to train: path, Hub id, model object or peft model.
         args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        train_dataset: Dataset with ``prompt``, and ``teacher_id`` if several teachers are not mixed by
-            ``teacher_weights``.
+        train_dataset: Dataset with the column ``prompt``. With several teachers, it also needs ``teacher_id``, unless
+            ``teacher_weights`` mixes the teachers.
         processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
@@ -85,8 +85,9 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
         teacher_model: Teacher as in `DistillationTrainer`. Only used if ``args`` has no teacher server.
         teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
             a model that was built in memory, the student's tokenizer is assumed.
-        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
-        eval_dataset: Evaluation dataset, or several by name.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
+            clients.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         engine_factory: Picklable function that creates the engine of a worker. None: created from
             ``args.worker_engine``.
         rollout_engine: Engine object for evaluation in the trainer's process. None: created from
@@ -100,7 +101,7 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
 
-    Reference: GKD, arXiv:2306.13649; several teachers by row: MOPD, arXiv:2606.30406.
+    Reference: GKD, arXiv:2306.13649; one teacher per dataset row: MOPD, arXiv:2606.30406.
 
     >>> args = AsyncDistillationConfig("runs/async", teacher_server_urls={"math": url, "code": other})  # doctest: +SKIP
     >>> AsyncDistillationTrainer(student, args, train_dataset=prompts).train()  # doctest: +SKIP
@@ -165,29 +166,31 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
 
     @property
     def scores_rewards(self) -> bool:
-        """Always False, because rollouts have no rewards."""
+        """Whether rollouts have rewards. Always False, because distillation has no reward functions."""
         return False
 
     def make_source(self) -> AsyncRollouts:
-        """Create the source of rollouts. Teachers on servers score each rollout as it arrives."""
+        """Create the queue of rollouts. If the teachers run on servers, each rollout is sent to them as soon as it arrives."""
         source = super().make_source()
         if self.servers:
             source.service.scoring = TeachersAsked(self._reported_by)
         return source
 
     def _reported_by(self, sample: RolloutSample) -> dict[str, Any]:
-        """Return the scores of a rollout from all teacher servers, or only from the server that its row selects."""
+        """Return the teacher servers' scores of one rollout. If the dataset selects one teacher per row, only this
+        teacher is asked.
+        """
         numbers = [self.teacher_number(sample.teacher_id)] if self.chosen_by_row else None
         (said,) = teacher_servers(self.servers, [sample.rollout()], numbers)
         return said
 
     def taken(self, batch: RolloutBatch) -> RolloutBatch:
-        """Add a column with the number of each completion's teacher, and store the scores from the servers."""
+        """Add the teacher's index of each completion and the scores from teacher servers to the batch."""
         values = torch.tensor(batch.columns["advantages"])
         return batch.worth(self.keep(batch, Advantages(values, values, token_columns=batch.token_columns)))
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the scores of the servers for the rollouts of a training step, as the additional data of each
-        completion.
+        """Return the teacher servers' scores of each completion, which arrived with the rollouts. If the teachers are
+        models in this process, use the parent's method.
         """
         return (rollouts.extra["scores"], found) if "scores" in rollouts.extra else super().facts(rollouts, found)

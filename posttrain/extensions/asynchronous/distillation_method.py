@@ -17,7 +17,7 @@ from posttrain.methods.distillation.objective import Distillation
 from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
-# Options for the policy loss, for rewards and for dataset answers. This method does not use them.
+# Options for the policy loss, for rewards and for completions from the dataset. Asynchronous distillation does not use them.
 OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
     name: (default, "The loss is the divergence from a teacher on single-turn completions of the student.")
     for name, default in {
@@ -74,9 +74,10 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
         self.teacher_server_urls = self.teacher_model_server_url  # Set both field names to the resolved value.
 
     def axes(self) -> Axes:
-        """Return the properties of the loss.
+        """Return the settings of the loss: the vocabulary subset, the estimator and the divergence.
 
-        A teacher model uses the whole vocabulary. Servers return their most likely ids and the sampled id.
+        With a teacher model, the loss uses the whole vocabulary. Teacher servers return only their most likely ids and
+        the sampled id.
         """
         t, tail = self.teacher_temperature, self.add_tail_bucket
         axes = Axes("full", self.beta, tail=tail, student_temperature=t, teacher_temperature=t)
@@ -90,11 +91,11 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
 class AsyncDistillation(Distillation):
     """On-policy distillation on rollouts that other processes sample (experimental).
 
-    Tokens were sampled with slightly older weights, but the divergence is computed with the current weights. No
-    correction is needed, because a divergence over the vocabulary has no importance ratio. ``max_staleness`` limits the
-    age of the samples.
+    The tokens were sampled with slightly older weights, but the divergence is computed with the current weights. No
+    importance sampling is needed, because the divergence compares two distributions at each position and does not use
+    the probability with which the token was sampled. ``max_staleness`` limits the age of the samples.
 
-    Reference: GKD, arXiv:2306.13649; several teachers by row: MOPD, arXiv:2606.30406.
+    Reference: GKD, arXiv:2306.13649; one teacher per dataset row: MOPD, arXiv:2606.30406.
     """
 
     config_class = AsyncDistillationConfig
@@ -102,12 +103,14 @@ class AsyncDistillation(Distillation):
 
     @property
     def temperature(self) -> float:
-        """The sampling temperature. Log-probs use it so that they can be compared with the sampler's log-probs."""
+        """The sampling temperature. The policy's log-probs are computed at this temperature, so that they can be
+        compared with the sampler's log-probs.
+        """
         return float(self.cfg.temperature)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """Compute the loss with `distillation_objective`. ``kl`` is the k3 estimate of the mismatch with the sampler,
-        as in GRPO.
+        """Compute the loss with `distillation_objective`. The metric ``kl`` is the k3 estimate of the KL divergence
+        between policy and sampler, as in GRPO.
         """
         terms, mask = super().objective(outputs, batch, state), batch.loss_mask
         known = outputs.logp is not None and batch.rollout_logp is not None and not self.cfg.truncation

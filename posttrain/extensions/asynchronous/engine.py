@@ -23,15 +23,16 @@ class EngineRecipe:
     """Description of a worker's engine, from which the worker creates it.
 
     Attributes:
-        kind: ``native`` or ``hf``: the worker has a copy of the model. ``server``: it sends requests to rollout
-            servers, which receive their weights from the trainer. ``custom``: ``factory`` creates the engine, and
-            `load_weights` passes it the trainer's weights.
-        config: Config of the model, for copies.
+        kind: ``native`` or ``hf``: the worker has its own copy of the model. ``server``: the worker sends requests to
+            rollout servers, to which the trainer pushes weights. ``custom``: ``factory`` creates the engine, and the
+            worker passes new weights to the engine's `load_weights`.
+        config: Config from which ``native`` and ``hf`` engines create their copy of the model.
         processor: Processor of a model with image inputs. None: the model supports text only.
-        dtype: Dtype of the copy, by its ``torch`` name.
+        dtype: Name of the ``torch`` dtype of the copy, for example ``bfloat16``.
         pad_token_id: Pad token of the tokenizer.
         trust_remote_code: Whether code in the model's repository may run.
-        weights: Folder of a `posttrain.rollouts.shared_weights.SharedWeights`.
+        weights: Folder of a `posttrain.rollouts.shared_weights.SharedWeights`, from which weights are read. Empty for
+            servers.
         factory: ``() -> RolloutEngine``, picklable.
     """
 
@@ -59,7 +60,8 @@ class WorkerEngine:
     Attributes:
         engine: Any rollout engine.
         version: Version of the engine's weights. 0: no weights were loaded yet.
-        scored: Log-probs of the probe sequences under the newest weights. None: these weights had no probe sequences.
+        scored: Log-probs of the probe sequences under the newest weights, which the trainer compares with its own.
+            None: these weights came without probe sequences.
     """
 
     def __init__(self, spec: EngineRecipe) -> None:
@@ -81,10 +83,10 @@ class WorkerEngine:
         self.engine = create_engine(spec.kind, self.model, pad_token_id=spec.pad_token_id)
 
     def refresh(self, wanted: int, holders: Any = None) -> bool:
-        """Load newer weights if they are needed, and return whether any were loaded.
+        """Load newer weights if the engine's version is below ``wanted``. Return whether weights were loaded.
 
         Args:
-            wanted: Minimum version.
+            wanted: Minimum version that the engine must have.
             holders: Servers that have this version, if the engine uses servers.
         """
         if self.spec.kind == "server" and holders is not None and holders is not self.holders:
@@ -111,8 +113,8 @@ class WorkerEngine:
         return version
 
 
-# Offsets between seeds. They ensure that after an interruption, a completion does not reuse random numbers from its own
-# beginning or from other completions.
+# Constants that derive the seed of each engine call. With them, a completion that continues after an interruption does not
+# reuse the random numbers of its first tokens or of other completions.
 SEED_STRIDE, INDEX_STRIDE = 1_000_003, 10_007
 
 
@@ -124,11 +126,12 @@ class PartialCompletion:
         prompt_ids: Prompt.
         pictures: Images in the prompt.
         sampling: Sampling settings of the whole completion.
-        index: Index among the completions of its call.
+        index: Index of this completion among all completions of the engine call.
         token_ids: Tokens so far.
         logp: Log-probs, one per token.
-        processed_logp: Log-probs under the sampled distribution, if it differs.
-        top_logps: Most likely tokens of each step, if requested.
+        processed_logp: Log-probs of the tokens under the distribution after truncation, if that differs from
+            ``logp``'s.
+        top_logps: Most likely tokens at each position and their log-probs, if requested.
         spans: Versions of the weights that sampled the tokens, as (version, number of consecutive tokens).
         finish_reason: None while it is in progress.
     """
@@ -146,7 +149,7 @@ class PartialCompletion:
     pictures: Sequence[Any] = ()
 
     def request(self) -> Request:
-        """Return an engine request for the rest of the completion."""
+        """Return an engine request that continues the completion after its last token."""
         written, own = len(self.token_ids), self.sampling
         seed = None if own.seed is None else (own.seed + written * SEED_STRIDE + self.index * INDEX_STRIDE) % 2**63
         left = replace(
@@ -158,7 +161,7 @@ class PartialCompletion:
         return Request(self.prompt_ids + self.token_ids, 1, left, self.pictures, written)
 
     def add(self, rollout: Rollout) -> None:
-        """Append the result of one engine call."""
+        """Append the tokens and log-probs that one engine call returned."""
         count = len(rollout.token_ids)
         if len(rollout.logp) != count:
             raise RolloutError(
@@ -193,7 +196,7 @@ class PartialCompletion:
 
 
 def begin_completions(requests: Sequence[Request], sampling: Sampling) -> list[PartialCompletion]:
-    """Create empty completions for requests."""
+    """Create one empty `PartialCompletion` for each completion that the requests ask for."""
     everyone = [request for request in requests for _ in range(request.n)]
     return [
         PartialCompletion(list(r.prompt_ids), r.sampling or sampling, index, pictures=r.pictures)
@@ -202,12 +205,12 @@ def begin_completions(requests: Sequence[Request], sampling: Sampling) -> list[P
 
 
 class ResumableGenerator:
-    """Runs an engine whose calls may be interrupted between two tokens.
+    """Generates completions with an engine that may be interrupted between two tokens, and continues them afterwards.
 
     Args:
         engine: Any rollout engine. An interrupted engine returns completions with the reason ``abort``, or raises
             `RolloutInterrupted` with them.
-        refresh: Called before every engine call, to load newer weights.
+        refresh: Function called before every engine call. It loads newer weights.
     """
 
     def __init__(self, engine: RolloutEngine, refresh: Callable[[], None] = lambda: None) -> None:
@@ -222,8 +225,8 @@ class ResumableGenerator:
             chosen = list(members)
             if fresh:
                 own = chosen[0].sampling
-                # Pass no settings if they equal those of the call, so that the engine samples with different random numbers for
-                # each request. With settings per request, all requests would use the same seed.
+                # Do not set the sampling settings per request if they are the settings of the call. With settings per request,
+                # all requests would use the same seed.
                 sampling = None if own is common else own
                 requests.append(Request(chosen[0].prompt_ids, len(chosen), sampling, chosen[0].pictures))
             else:
@@ -240,8 +243,8 @@ class ResumableGenerator:
             completion.add(rollout)
 
     def finish(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Return all completions of all requests like `RolloutEngine.generate`. The weights may change while it
-        runs.
+        """Call `advance` until all completions are finished, and return them. The result is that of
+        `RolloutEngine.generate`, but the weights may change between two engine calls.
         """
         everything = begin_completions(requests, sampling)
         while unfinished := [completion for completion in everything if completion.finish_reason is None]:
@@ -250,8 +253,8 @@ class ResumableGenerator:
 
 
 def _shared(completion: PartialCompletion) -> tuple[bool, tuple[Any, ...] | int]:
-    """Return a grouping key. Completions that have no tokens yet share the key of their prompt. Every other completion
-    has a unique key.
+    """Return a key by which completions are grouped into requests. Completions that have no tokens yet share the key of
+    their prompt. Every other completion has a unique key, because it continues its own tokens.
     """
     if completion.token_ids:
         return False, id(completion)

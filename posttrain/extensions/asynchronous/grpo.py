@@ -49,12 +49,12 @@ class AsyncGRPOTrainer(AsyncTrainer):
         optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
         peft_config: Config of a new adapter to train. None: no new adapter.
         tools: Python functions that the model may call. Each needs type hints and a docstring.
-        environment_factory: Function that creates an environment for each completion, or several by name. The column
-            ``environment`` then selects one per row.
+        environment_factory: Function that creates an environment for each completion, or a mapping from names to such
+            functions. With a mapping, the dataset column ``environment`` selects the function.
         rollout_worker: Worker that samples rollouts instead of the trainer's own worker processes, see
             `RolloutWorkerProtocol`; or a `HarnessRolloutWorker`, which runs an agent.
         weight_transfer: Object that sends weights to ``rollout_worker``, see `WeightTransferProtocol`.
-        eval_dataset: Evaluation dataset, or several by name.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
             models.
         engine_factory: Picklable function that creates the engine of a worker. None: created from
@@ -152,14 +152,15 @@ class AsyncGRPOTrainer(AsyncTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        # In this case, the workers' log-probs include all sampling rules, so rules that the trainer cannot apply are rejected.
+        # With these sampling options, the workers' log-probs include every rule that changes the distribution (for example a
+        # penalty), so raise an error for rules that the trainer cannot apply.
         if self.run.progress.truncation.never:
             reject_reshaped_sampling(self.args)
         self.begins()
 
     def make_online(self) -> Online:
-        """Create the sampling components for evaluation. Log-probs are taken from the engine, because it samples with
-        the policy's weights.
+        """Create the components that generate completions for evaluation. The sampler's log-probs come from the engine,
+        because the evaluation engine always has the policy's current weights.
         """
         logps = lambda run, batch: {"rollout_logp": logps_of_sampler(run, batch)}  # noqa: E731
         # Both the workers and the evaluation engine return log-probs of the distribution they sampled from.

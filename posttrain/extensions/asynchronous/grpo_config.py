@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_URL = "http://localhost:8000"
 
-# Fields of synchronous training that have no meaning here, each with the only value that is accepted.
+# Fields of synchronous training that asynchronous training does not support. Each field is listed with the only value that is
+# accepted.
 MEANINGLESS = {
     "num_iterations": 1,
     "dynamic_sampling": 0,
@@ -37,7 +38,7 @@ MEANINGLESS = {
     "vllm_tensor_parallel_size": 1,
     "balance_ranks": True,
     "check_reward_determinism": False,
-    # The correction is always part of the loss. Only its mode can be set.
+    # The correction for stale rollouts cannot be disabled. Only its mode can be set.
     "vllm_importance_sampling_correction": True,
 }
 
@@ -178,7 +179,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     def __post_init__(self) -> None:
         self.check_fields()
         self._refuse_meaningless()
-        # The trainer's own engine is used only for evaluation, so the server applies to the workers.
+        # The trainer's own engine is used only for evaluation. rollout_engine="server" is therefore applied to the workers.
         if self.rollout_engine == "server":
             self.rollout_engine, self.worker_engine = "auto", "server"
         self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
@@ -207,11 +208,11 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
                 "accepted rollouts would never be used for training. Raise max_staleness_hard, or set it to None."
             )
         self._resolve_inflight()
-        # No batches are skipped after a resume, because the prompt stream continues from the checkpoint.
+        # A resumed run must not skip batches, because the prompt stream itself continues from the position in the checkpoint.
         self.ignore_data_skip = True
 
     def _one_value(self, names: tuple[str, ...], default: float) -> None:
-        """Set all names of one option to the value that was passed, or to the default."""
+        """Copy the value that was set under one name of an option to its other names. Without a value, use ``default``."""
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         if len(set(values.values())) > 1:
             raise ConfigError(f"{values} are names of the same option with different values. Fix: set only {names[0]}.")
@@ -253,7 +254,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         check_rules(self, rules)
 
     def _resolve_batches(self) -> None:
-        """Resolve the number of rollouts per step, and validate the groups of evaluation."""
+        """Compute the number of rollouts per step, and check that evaluation batches contain whole groups."""
         if self.auto_batch_size:
             raise ConfigError(
                 "per_device_train_batch_size='auto' is not supported in asynchronous training: a step takes samples_per_step "
@@ -280,7 +281,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         return [urls] if isinstance(urls, str) else list(urls)
 
     def check_vllm_settings(self) -> None:
-        """Raise an error for vLLM in the trainer's process, because the engine there is only used for evaluation."""
+        """Raise an error if vLLM is requested in the trainer's process. The trainer's engine is used only for evaluation."""
         raise ConfigError(
             "use_vllm=True: workers sample the rollouts. Fix: set worker_engine='server' with the address of a vLLM "
             "server."
@@ -288,7 +289,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
 
     @property
     def resolved_engine(self) -> str:
-        """Engine of the workers."""
+        """Engine of the workers, after 'auto' was replaced."""
         if self.worker_engine != "auto":
             return self.worker_engine
         return "server" if self.vllm_server_base_url else "native"

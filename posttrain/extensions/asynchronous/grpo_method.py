@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) -> LossTerms:
     """Compute ``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)`` per token, divided by the tokens of the step.
 
-    With ``vllm_importance_sampling_mode=None``, ``rho = pi / mu``, where ``mu`` are the weights that sampled the token.
-    Otherwise ``rho = pi / pi_start``, where ``pi_start`` are the weights at the beginning of the step. The value of rho
-    is then 1, because all passes of a step use the same weights, but rho has a gradient. The term is then weighted by
-    the bounded ratio ``pi_start / mu``. This is decoupled PPO without an extra pass for the proximal policy.
+    With ``vllm_importance_sampling_mode=None``, ``rho = pi / mu``. ``mu`` is the policy at the weights that sampled the
+    token. In all other modes, ``rho = pi / pi_start``. ``pi_start`` is the policy at the beginning of the step. All
+    forward passes of a step use the same weights, so the value of rho is then 1, but its gradient is not 0. Each token
+    is weighted by the bounded ratio ``pi_start / mu``. This is decoupled PPO without an extra forward pass for the
+    proximal policy.
 
     Args:
         out: Log-probs and entropies of the policy.
@@ -83,7 +84,7 @@ def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) 
 
 
 class AsyncGRPO(Method[AsyncGRPOConfig]):
-    """Group-relative policy optimization on rollouts that older weights sampled.
+    """Group-relative policy optimization on rollouts that were sampled with older weights.
 
     Reference: AReaL, arXiv:2505.24298; DeepSeekMath, arXiv:2402.03300, equation 3.
     """
@@ -94,7 +95,9 @@ class AsyncGRPO(Method[AsyncGRPOConfig]):
     )
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute each completion's reward minus the mean of its group, divided by a standard deviation."""
+        """Compute the reward of each completion minus the mean reward of its group. Divide by the standard deviation
+        that ``scale_rewards`` selects.
+        """
         how = self.cfg.scale_rewards
         stats = group_advantages(rewards.values, rewards.weights, rollouts.group_size, scale_rewards=how)
         return within_groups(stats, rewards.start, bound=how != "none", token_columns=logps)

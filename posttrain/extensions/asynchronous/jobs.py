@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# If this many groups wait for their rewards, generation pauses.
+# Generation pauses while this number of finished groups wait for their rewards.
 SCORE_BACKLOG = 16
 # LOOK_S: polling interval of the thread that interrupts the engine. REST_S: polling interval of an idle worker. Both in
 # seconds.
@@ -57,21 +57,22 @@ LOOK_S, REST_S = 0.05, 0.5
 
 @dataclass
 class RolloutJob:
-    """All data that a worker receives.
+    """All data that a worker process receives when it starts.
 
     Attributes:
         engine: Description of the engine to create.
         tokenizer: Tokenizer with a chat template.
         sampling: All sampling settings. The seed is set per group.
         context: Maximum number of tokens of prompt and completion.
-        episodes: Tools and environments.
+        episodes: Tools and environments of multi-turn rollouts.
         rewards: Keyword arguments of `RewardRunner`. None: completions are not scored.
         method: Method that computes advantages.
         mask_truncated: See `score_group`.
-        threads: Number of torch threads. None: all.
-        segment_s: Seconds after which an engine call is interrupted, so that finished completions are sent.
+        threads: Number of torch threads of the worker. None: torch's default.
+        segment_s: Number of seconds after which an engine call is interrupted, so that finished completions can be
+            sent.
         slots: Maximum number of rollouts per engine call.
-        reader: Image processor for prompts. None: prompts are text.
+        reader: Image processor for prompts. None: prompts contain only text.
     """
 
     engine: EngineRecipe
@@ -125,10 +126,10 @@ class RolloutGroup:
 
 
 class GroupGenerator:
-    """Completes prompts with any engine, in one turn or in several turns with tools and environments.
+    """Generates the completions of prompts. Completions have one turn, or several turns with tools and environments.
 
     Args:
-        driver: Driver of episodes.
+        driver: `EpisodeDriver` that runs tools and environments.
         generator: Generator with the engine.
         tokenizer: Tokenizer with a chat template.
         sampling: Sampling settings. The seed is set per group.
@@ -148,7 +149,7 @@ class GroupGenerator:
         self.driver, self.generator, self.tokenizer, self.reader = driver, generator, tokenizer, reader
         self.base, self.context = sampling, context
         driver.use_tokenizer(tokenizer)
-        # Whether a group may need more than one engine call.
+        # Whether a group may need more than one engine call, because its completions can have several turns.
         self.episodic = driver.calls_tools or driver.pool is not None or driver.harness is not None
         # Callback that reports progress while a harness runs. It raises an error to stop the episodes.
         self.alive: Callable[[bool], bool] = bool
@@ -185,7 +186,7 @@ class GroupGenerator:
         return RolloutGroup(task, version, RolloutBatch([row] * len(rollouts), rollouts, completions))
 
     def groups(self, tasks: Sequence[GroupTask], version: int) -> list[RolloutGroup]:
-        """Generate all completions of the prompts: reset their environments, then run all turns."""
+        """Generate all completions of the prompts. Environments are reset first, then all turns are run."""
         if not self.episodic:
             return [self._plain(task, version) for task in tasks]
         if self.driver.harness is not None:
@@ -217,8 +218,8 @@ class GroupGenerator:
         return groups
 
     def _harnessed(self, tasks: Sequence[GroupTask], version: int) -> list[RolloutGroup]:
-        """Run episodes of a harness. Failed episodes are recorded as errors of their group, unless the config sets a
-        reward for them.
+        """Run the episodes of the prompts with the user's harness. A failed episode is recorded as an error of its
+        group, unless the config sets a reward for failed episodes.
         """
         assert self.driver.harness is not None
         failure = self.driver.harness.options.failure

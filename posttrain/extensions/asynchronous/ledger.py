@@ -1,4 +1,4 @@
-"""Limits on the age of samples, and a ledger of the outcome of every rollout."""
+"""Limits on the age of rollouts, and `Ledger`, which counts how many rollouts were trained on or dropped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DROP_REASONS = (
     "stale_in_flight",  # its weights were too old before its generation ended
     "stale_in_queue",  # its weights became too old while it waited in the queue
     "failed",  # the engine, a tool, an environment or a reward function raised an error
-    # its group has fewer than two completions left, so there is nothing to compare
+    # its group has fewer than two completions left, so its reward cannot be compared with another reward
     "alone",
     "worker_lost",  # its worker process died
     "too_long",  # it is longer than the maximum row length
@@ -58,17 +58,17 @@ class Ledger:
         return self.writing + self.waiting + self.held
 
     def dispatch(self, count: int) -> None:
-        """Record that a worker begins ``count`` rollouts."""
+        """Record that a worker starts to generate ``count`` rollouts."""
         with self.lock:
             self.produced += count
             self.writing += count
 
     def arrive(self, count: int) -> None:
-        """Record that ``count`` rollouts are scored and wait."""
+        """Record that ``count`` rollouts have arrived with their scores and wait in the queue."""
         self._move("writing", "waiting", count)
 
     def hold(self, count: int) -> None:
-        """Record that the trainer takes ``count`` rollouts for its step."""
+        """Record that the trainer takes ``count`` rollouts from the queue for the current step."""
         self._move("waiting", "held", count)
 
     def train(self) -> None:
@@ -78,8 +78,8 @@ class Ledger:
             self.held = 0
 
     def drop(self, count: int, reason: str, place: str) -> None:
-        """Record that ``count`` rollouts in a state (``writing``, ``waiting`` or ``held``) will not be used for
-        training.
+        """Record that ``count`` rollouts will not be used for training. ``place`` is the state that they leave:
+        ``writing``, ``waiting`` or ``held``.
         """
         assert reason in DROP_REASONS, reason
         with self.lock:
@@ -92,11 +92,11 @@ class Ledger:
             setattr(self, target, getattr(self, target) + count)
 
     def audit(self, *, writing: int | None = None, waiting: int | None = None) -> None:
-        """Compare the counts with the actual numbers of workers and queue.
+        """Compare the recorded counts with the actual numbers of rollouts in the workers and in the queue.
 
         Args:
-            writing: Number of rollouts that workers have not returned. None: unknown.
-            waiting: Number of rollouts in the queue.
+            writing: Number of rollouts that workers have started but not returned. None: not compared.
+            waiting: Number of rollouts in the queue. None: not compared.
 
         Raises:
             RolloutError: The counts are inconsistent: a rollout was lost or counted twice.
@@ -143,7 +143,7 @@ class FailureBudget:
         self.recent: deque[str | None] = deque(maxlen=window)
 
     def add(self, fine: int, errors: Sequence[str]) -> None:
-        """Record the outcomes of a group.
+        """Record how many rollouts of a group succeeded, and the errors of its failed rollouts.
 
         Raises:
             RolloutError: Too many rollouts failed. The message contains the most common error.
@@ -161,10 +161,11 @@ class FailureBudget:
 
 
 class DropWatch:
-    """Warns if too many rollouts are discarded, and then halves the number of rollouts in flight.
+    """Warns if too many rollouts are discarded because they are too old. If this continues, it halves the limit of
+    rollouts in flight.
 
     Args:
-        max_staleness: Limit, for the message.
+        max_staleness: Value of the option of this name, which the warning shows.
         window: Number of rollouts per window.
     """
 
@@ -177,7 +178,7 @@ class DropWatch:
         self.seen = self.stale = self.bad_windows = 0
 
     def add(self, fresh: int, stale: int, limit: int) -> int:
-        """Record accepted and stale rollouts, and return the limit of rollouts in flight."""
+        """Record the numbers of accepted and of stale rollouts. Return the new limit of rollouts in flight."""
         self.seen += fresh + stale
         self.stale += stale
         if self.seen < self.window:
@@ -199,12 +200,12 @@ class DropWatch:
 
 
 class MismatchGuard:
-    """Detects a policy that differs too much from the sampler. The mismatch is the mean of ``rho - 1 - log rho``, and
-    it is too large if it exceeds a limit for many consecutive steps.
+    """Detects that policy and sampler differ too much. The mismatch is the mean over tokens of ``rho - 1 - log rho``.
+    It is too large if it is above ``limit`` for ``patience`` consecutive steps.
 
     Args:
-        limit: Limit in nats per token.
-        patience: Number of consecutive steps.
+        limit: Maximum mismatch in nats per token.
+        patience: Number of consecutive steps above ``limit`` that triggers the guard.
     """
 
     def __init__(self, limit: float = 0.5, patience: int = 20) -> None:
@@ -215,7 +216,7 @@ class MismatchGuard:
         """Record the mismatch of a step. Return True if the next update must be skipped and the queue must be emptied.
 
         Raises:
-            RolloutError: It happened a second time, so emptying the queue did not help.
+            RolloutError: The mismatch has been too large a second time, so emptying the queue did not help.
         """
         self.steps = self.steps + 1 if kl > self.limit else 0
         if self.steps < self.patience:
@@ -235,10 +236,10 @@ class MismatchGuard:
 
 
 def balanced_shares(lengths: Sequence[int], world: int) -> list[list[int]]:
-    """Assign sample indices to processes. Samples are assigned in descending order of length, each to the process with
-    the smallest sum of squared lengths.
+    """Assign samples to processes so that their computing times are similar. Samples are assigned in descending order
+    of length. Each goes to the process with the smallest sum of squared lengths so far.
 
-    No share is empty if there are at least ``world`` samples.
+    Each process gets at least one sample if there are at least ``world`` samples. The result contains sample indices.
 
     >>> balanced_shares([4, 3, 2, 1], 2)
     [[0], [1, 2, 3]]

@@ -21,9 +21,9 @@ from posttrain.extensions.asynchronous.worker import GAP_S, JOIN_S, ActiveClock,
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-# Restarts are counted over this number of seconds, so that rare failures never stop a run.
+# Worker restarts are counted over the last RESTART_WINDOW_S seconds, so that rare failures in a long run do not stop it.
 RESTART_WINDOW_S = 600.0
-# Maximum number of retries of a prompt: LOST_ATTEMPTS if its worker died, FAILED_ATTEMPTS if its rollouts failed.
+# Maximum number of times that a prompt is retried: LOST_ATTEMPTS if its worker died, FAILED_ATTEMPTS if its rollouts failed.
 LOST_ATTEMPTS, FAILED_ATTEMPTS = 3, 1
 
 
@@ -36,7 +36,7 @@ class GroupResult:
         trajectories: Scored rollouts with their advantages.
         errors: One error per failed rollout.
         untrainable: Number of rollouts without a token that contributes to the loss.
-        alone: Number of rollouts that cannot be compared, because all other rollouts of their group are missing.
+        alone: Number of rollouts that are dropped because all other rollouts of their group failed or were excluded.
         seconds: Time by activity (``generate``, ``score``, ``wait``).
         tokens: Number of generated tokens.
     """
@@ -94,7 +94,8 @@ class _UnderWay:
 class WorkerPool:
     """Pool of worker processes that implements `RolloutWorkerProtocol`.
 
-    A thread of the trainer's process serves it, so that workers continue while a step is computed.
+    A thread of the trainer's process assigns prompts and collects rollouts, so that workers continue during a training
+    step.
 
     Args:
         job: Job of every worker. It must be picklable.
@@ -128,7 +129,8 @@ class WorkerPool:
         self.workers: list[WorkerProcess] = []
         self.under_way: dict[int, _UnderWay] = {}
         self.loaded: dict[int, int] = {}
-        # Worker number, version, and log-probs of the probe sequences, to be compared with the trainer's log-probs.
+        # Each item: worker index, version of the weights, and the worker's log-probs of the probe sequences. The trainer
+        # compares them with its own log-probs.
         self.scored: deque[tuple[int, int, list[list[float]]]] = deque(maxlen=64)
         self.restarts = 0
         self.error: BaseException | None = None
@@ -185,7 +187,7 @@ class WorkerPool:
                 self._lose(self.under_way.pop(key).task, "stale_in_flight", FAILED_ATTEMPTS)
 
     def check_health(self, stale_after_s: float | None = None) -> None:
-        """Raise the pool's error, if there is one."""
+        """Raise the error that stopped the pool, if one occurred."""
         if stale_after_s is not None:
             self.settings.stale_after_s = stale_after_s
         if self.error is not None:
@@ -197,21 +199,21 @@ class WorkerPool:
 
     @property
     def writing(self) -> int:
-        """Number of rollouts that workers have not returned."""
+        """Number of rollouts that workers have started but not returned."""
         return sum(u.task.size for u in self.under_way.values())
 
     def audit(self) -> None:
-        """Compare the ledger with the actual numbers."""
+        """Compare the counts in the ledger with the actual numbers of rollouts in the workers and in the queue."""
         with self.lock:
             self.ledger.audit(writing=self.writing, waiting=len(self.rollout_buffer))
 
     @property
     def starting(self) -> bool:
-        """Whether a worker is not ready yet. Startup has its own time limit."""
+        """Whether a worker is still starting. `PoolSettings.ready_within_s` limits the time of a start."""
         return not all(worker.is_ready for worker in self.workers)
 
     def spent(self) -> dict[str, float]:
-        """Return the seconds and tokens of all workers since the last call."""
+        """Return the seconds and the tokens that all workers have reported since the last call of this method."""
         with self.lock:
             spent, self._spent = self._spent, {}
             return spent
@@ -329,7 +331,7 @@ class WorkerPool:
         return self._spawn(worker.index)
 
     def _dispatch(self) -> None:
-        """Assign groups to the workers with the fewest rollouts in progress, while there is space."""
+        """Assign new groups while the limits allow it. Each group goes to the worker with the fewest rollouts in progress."""
         ready = [worker for worker in self.workers if worker.is_ready]
         if not (ready and self.version and self._room()):
             return
@@ -349,7 +351,7 @@ class WorkerPool:
             heapq.heapreplace(least, (busy + task.size, position))
 
     def _room(self) -> bool:
-        """Return whether another group may begin, given the rollouts in progress, the queue and the pace."""
+        """Return whether another group may begin within the limits of rollouts in progress, of the queue, and of ``window``."""
         size, writing, waiting = self.settings.group_size, self.ledger.writing, len(self.rollout_buffer)
         if not writing and not waiting:
             # At least one group must be in progress, even if it exceeds a limit.

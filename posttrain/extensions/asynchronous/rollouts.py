@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A warning is logged for reward models with more parameters than this, because they are slow on a CPU.
+# Number of parameters above which a reward model causes a warning, because workers run it on the CPU, where it is slow.
 BIG_MODEL = 50_000_000
-# If the context length is unknown, a rollout may have up to this multiple of the maximum completion length.
+# If the model's context length is unknown, the length limit of a rollout is this factor times the maximum completion length.
 LONGEST_PROMPT = 2
-# If the queue has been empty for this number of seconds, the health of the workers is checked.
+# Timeout in seconds of one read of the queue. If the queue is empty for this time, the health of the workers is checked.
 LOOK_S = 5.0
 # Number of policy versions whose log-probs are stored, to compare them with the workers' log-probs.
 PROBES_KEPT = 8
@@ -112,13 +112,15 @@ def warn_of_reward_models(functions: Any) -> None:
 
 
 class Scoring(Protocol):
-    """Additional scoring of rollouts, for example by teachers. It runs while the previous step is computed."""
+    """Additional scores of rollouts, for example from teacher servers. They are computed while the previous training
+    step runs.
+    """
 
     def begin(self, trajectory: Trajectory) -> None:
         """Start scoring a rollout that has arrived."""
 
     def finish(self, samples: Sequence[RolloutSample]) -> dict[str, Metric]:
-        """Set ``scores`` of the samples of a step, and return metrics."""
+        """Wait for the scores of the step's samples, store them in `RolloutSample.scores`, and return metrics."""
         ...
 
 
@@ -127,8 +129,8 @@ class RolloutService:
 
     Args:
         args: Config of the trainer.
-        given: Arguments of the trainer: ``rollout_worker``, ``weight_transfer``, ``engine_factory``, reward functions
-            (or ``unscored`` if there are none) and tools.
+        given: Arguments of the trainer: ``rollout_worker``, ``weight_transfer``, ``engine_factory``, tools, and the
+            reward functions. ``unscored`` is set if there are no reward functions.
         sync: Weight sync of the trainer, with its model, accelerator and log.
         tasks: Source of prompts.
         ledger: Ledger of all rollouts.
@@ -140,7 +142,7 @@ class RolloutService:
     Attributes:
         worker: Worker pool or a user's worker. None before the first step, and on other processes than the main one.
         transfer: Transfer of weights to the engines. None before the first step.
-        told: State of the weight transfer, see `WeightTransfer`.
+        told: State of the weight transfer, for example which servers lack the weights; see `WeightTransfer`.
         scoring: Additional scoring of rollouts as they arrive, or None.
         version: Version of the weights that were pushed last.
     """
@@ -180,7 +182,7 @@ class RolloutService:
     # Start and stop ----------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Push the current weights and start the workers, once. Every rank must call it."""
+        """Push the current weights and start the workers. Later calls have no effect. Every rank must call it."""
         if self._serving:
             return
         self._serving = True
@@ -204,7 +206,9 @@ class RolloutService:
         return function if self._is_main else lambda: None
 
     def close(self) -> None:
-        """Stop workers and remove weights. It does not raise, so that another error is not hidden."""
+        """Stop the workers and delete the shared weights. Errors are only logged, so that they do not hide the error
+        that ended the run.
+        """
         if not self._serving:
             return
         self._serving = False
@@ -216,17 +220,19 @@ class RolloutService:
             except Exception:
                 logger.exception("the %s could not be closed", name)
         left = {"writing": self.ledger.writing, "waiting": self.ledger.waiting, "held": self.ledger.held}
-        # Rollouts remain in the queue only if an error ended the run.
+        # If an error ended the run, rollouts are still in progress or in the queue. Record them as unfinished.
         for place, count in left.items():
             self.ledger.drop(count, "unfinished", place)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
     def push_weights(self, again: bool = False) -> None:
-        """Push the next version. Every rank must call it, because reading sharded weights is a collective.
+        """Push the current weights under a new version number. Every rank must call it, because all ranks take part in
+        reading sharded weights.
 
         Args:
-            again: Push the same version to servers that lack it. The weights must not have changed.
+            again: Push the last version again, to servers that lack it. The weights must be the same as in the last
+                push.
 
         Raises:
             WeightSyncError: The weights did not arrive. All ranks raise it.
@@ -262,7 +268,8 @@ class RolloutService:
             self._probes = dict(list(self._probes.items())[1 - PROBES_KEPT :]) | {transfer.version + 1: probe}
 
     def compare_workers(self) -> None:
-        """Compare log-probs from workers since the last call with the trainer's of the same version.
+        """Compare the probe log-probs that workers have sent since the last call with the trainer's log-probs of the
+        same version.
 
         Raises:
             WeightSyncError: The weights of a worker differ from the trainer's.
@@ -280,7 +287,7 @@ class RolloutService:
             for _ in tensors:
                 pass
         elif again:
-            # These servers receive no requests yet, so generation is not paused.
+            # The servers that get the weights now receive no requests yet, so generation does not have to be paused.
             self.transfer.send_again(tensors)
         else:
             self.transfer.pause()
@@ -290,11 +297,13 @@ class RolloutService:
                 self.transfer.resume()
 
     def serve_again(self) -> None:
-        """Push the current weights to servers that lack them. Every rank must call it."""
+        """Push the current weights again to servers that lack them. Every rank must call it."""
         self.push_weights(again=self._sent_at == self.sync.run.progress.state.global_step)
 
     def make_transfer(self) -> Any:
-        """Create the weight transfer: shared memory for engines with a copy of the weights, or the transfer of servers."""
+        """Create the object that sends weights: through shared memory if workers have a copy of the model, or over HTTP
+        to servers.
+        """
         if self._engine_kind != "server":
             return SharedWeights()
         from posttrain.extensions.server.engine import ServerEngine, ServerTransfer
@@ -315,7 +324,7 @@ class RolloutService:
         return server_options(self.args) | {"reader": self.reader}
 
     def make_worker(self) -> WorkerPool:
-        """Create the worker pool of the config."""
+        """Create the worker pool from the config."""
         args = self.args
         longest = self.sync.context or LONGEST_PROMPT * args.max_completion_length
         settings = PoolSettings(
@@ -379,17 +388,18 @@ class RolloutService:
 
 
 class AsyncRollouts:
-    """Queue of rollouts from workers. Each rollout is in exactly one state of the ledger.
+    """Queue of rollouts from workers. The ledger counts each rollout in exactly one state.
 
     Args:
         service: Workers and their weights.
-        rewards: Reward functions, for their names and weights.
-        watch: Check for rewards without variance. None: rollouts have no rewards.
+        rewards: Reward functions. Only their names and weights are used, because workers compute the rewards.
+        watch: Check that stops the run if all rewards are equal. None: rollouts have no rewards.
         add_completions: Function that adds rows to the table of completions.
 
     Attributes:
         ledger: Ledger of all rollouts.
-        held: Rollouts of the current step, on the main process.
+        held: Rollouts that were taken from the queue for the current step. Empty on all processes except the main
+            process.
     """
 
     def __init__(
@@ -408,14 +418,15 @@ class AsyncRollouts:
         self._seen_stale = 0
 
     def next(self, n: int) -> RolloutBatch:
-        """Return this process's share of ``n`` rollouts. The first call starts the workers."""
+        """Take ``n`` rollouts from the queue and return this process's share. The first call starts the workers."""
         self.service.serve()
         main = self.accelerator.is_main_process
         while True:
             with parallel.failing_together(self.accelerator):
                 self.service.compare_workers()
                 dealt = self._deal(n) if main else None
-            # Each process receives only its share. A share of None means that servers need new weights first.
+            # Each process receives only its own share. A share of None means: push the weights to the servers that lack them,
+            # then try again.
             share = parallel.scatter_objects(dealt or [None] * self.accelerator.num_processes, self.accelerator)
             if share is not None:
                 samples = by_context(share)
@@ -426,7 +437,9 @@ class AsyncRollouts:
             self.service.serve_again()
 
     def _deal(self, count: int) -> list[list[RolloutSample]] | None:
-        """Return the step's samples, one list per process. None: servers need their weights first."""
+        """Take the rollouts of a step from the queue, and split their samples into one list per process. Return None if
+        servers must get the weights first, because no rollout can arrive before.
+        """
         began = time.perf_counter()
         if not self.take(count):
             return None
@@ -443,22 +456,25 @@ class AsyncRollouts:
 
     @property
     def token_budget(self) -> int:
-        """Maximum number of tokens of a row. 0: no limit."""
+        """Maximum number of tokens of a batch row. 0: no limit."""
         budget = self.args.token_budget
         return max(0, budget) if budget is not None else (self.sync.context or 0)
 
     def take(self, count: int) -> bool:
-        """Hold ``count`` rollouts for the step, all within ``max_staleness_hard`` versions.
+        """Take rollouts from the queue until ``count`` rollouts are in ``held``. Rollouts older than
+        ``max_staleness_hard`` versions are dropped.
 
         Returns:
-            False if servers lack the weights, so no rollout arrives. Held rollouts remain held.
+            False if servers lack the weights, so that no rollout can arrive. ``held`` keeps the rollouts that were
+            taken.
 
         Raises:
             RolloutError: No rollout arrived for too long, or 100 consecutive rollouts had more than ``token_budget``
                 tokens.
         """
         pending, self.held = self.held, []
-        # These rollouts were collected by an earlier call, which was interrupted to push weights.
+        # These rollouts were taken by an earlier call, which returned False. Check their age again, because weights were pushed
+        # since.
         for trajectory in pending:
             self._hold(trajectory, "held")
         while len(self.held) < count:
@@ -505,10 +521,10 @@ class AsyncRollouts:
         return None
 
     def _wait(self) -> Trajectory | None:
-        """Return the next rollout from the queue. While it is empty, the workers' health is checked.
+        """Return the next rollout from the queue. The health of the workers is checked before each read.
 
         Returns:
-            None if servers lack the weights.
+            None if the queue is empty because servers lack the weights.
         """
         stale = self.args.heartbeat_stale_after_s
         clock = ActiveClock(2 * LOOK_S)
@@ -528,7 +544,9 @@ class AsyncRollouts:
             return self._booked(item) if self.service.pool is None else item
 
     def _booked(self, item: object) -> Trajectory:
-        """Record an item of a user's worker in the ledger: a sample, several rows, or a trajectory."""
+        """Record an item from a user's worker in the ledger. An item is a `RolloutSample`, a list of rows, or a
+        `Trajectory`.
+        """
         self.ledger.dispatch(1)
         self.ledger.arrive(1)
         if isinstance(item, Trajectory):
@@ -546,7 +564,7 @@ class AsyncRollouts:
         )
 
     def _close_group(self, group_id: int) -> None:
-        """Record that no rollout of this group is in progress."""
+        """Record that this group is finished, so its prompt will not be retried after a resume."""
         if self.service.pool is not None:
             with self.service.pool.lock:
                 self.tasks.done(group_id)
@@ -554,8 +572,8 @@ class AsyncRollouts:
     # Methods that update the ledger.
 
     def book(self, *, skipped: bool) -> None:
-        """Record the step's rollouts as used for training. If the update was skipped, record them and the whole queue
-        as dropped.
+        """Record the rollouts of the step as used for training. If the update was skipped, record them, and all
+        rollouts in the queue, as dropped.
         """
         pool = self.service.pool
         if skipped:
@@ -656,7 +674,7 @@ class AsyncRollouts:
         return metrics
 
     def _reward_metrics(self, batch: RolloutBatch, table: RewardTable, first: list[RolloutSample]) -> dict[str, Metric]:
-        """Compute reward metrics of samples with rewards, as in synchronous training."""
+        """Compute the reward metrics of the samples that have rewards, in the same way as synchronous training."""
         if table.values.isnan().all():
             return {}
         made = _advantages(first)
@@ -681,15 +699,13 @@ class AsyncRollouts:
 
 
 def _advantages(first: list[RolloutSample]) -> Advantages:
-    """Return the advantages and total rewards of samples."""
+    """Collect the advantages and the total rewards of samples in an `Advantages` object."""
     totals = torch.tensor([sample.metrics.get("reward", math.nan) for sample in first])
     return Advantages(torch.tensor([sample.advantage for sample in first]), totals)
 
 
 def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
-    """Average the metrics of rollouts. If a rollout does not have a metric, it is excluded from the mean of this
-    metric.
-    """
+    """Return the mean of each metric over the rollouts that have this metric."""
     names = sorted({name for sample in first for name in sample.metrics})
     metrics: dict[str, Metric] = {}
     for name in names:

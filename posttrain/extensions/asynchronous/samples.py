@@ -1,4 +1,6 @@
-"""`RolloutSample` and `Trajectory`: scored rollouts from workers; their tasks and their queue."""
+"""`RolloutSample` and `Trajectory`: scored rollouts from workers. `GroupTask`, `TaskSource` and `RolloutBuffer`: tasks
+and queue.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from posttrain.types import FinishReason, Rollout
 from posttrain.values import given_number, token_ids, token_logps
 
 if TYPE_CHECKING:
-    # These packages are imported only where they are needed, so that workers without them start faster.
+    # Import these packages only for type checking, so that a worker starts faster.
 
     from posttrain.data.samplers import Origin, PromptStream
 
 
 @dataclass(slots=True)
 class RolloutSample:
-    """One training row: a whole trajectory, or the part of it since its context was last rewritten.
+    """One training row: a whole rollout, or the part of a rollout after its context was last rewritten.
 
     Attributes:
         prompt: Prompt of the dataset, or the text of the row's context.
@@ -31,7 +33,7 @@ class RolloutSample:
         input_ids: Token ids of the context and the completion.
         completion_mask: 1 for tokens of the model. It has the length of ``input_ids``.
         old_log_probs: The engine's log-probs, with the length of ``input_ids``; 0.0 where the mask is 0.
-        advantage: Advantage of the whole trajectory.
+        advantage: Advantage of the whole rollout. All its rows have the same value.
         model_version: Version of the weights when the group's first request was sent. No token was sampled with older
             weights.
         group_id: Id of the prompt, equal for its completions.
@@ -61,11 +63,11 @@ class RolloutSample:
 
     @property
     def start(self) -> int:
-        """Index of the first token that contributes to the loss."""
+        """Index of the first token in ``input_ids`` that contributes to the loss."""
         return next((i for i, kept in enumerate(self.completion_mask) if kept), len(self.completion_mask))
 
     def example(self) -> dict[str, Any]:
-        """Return the known columns of the dataset row."""
+        """Return the columns of the dataset row that are known here."""
         return {"prompt": self.prompt} | ({} if self.teacher_id is None else {"teacher_id": self.teacher_id})
 
     def rollout(self) -> Rollout:
@@ -115,7 +117,7 @@ class RolloutSample:
 
 @dataclass(slots=True)
 class Trajectory:
-    """All rows of one rollout. Either one optimizer step trains on all of them, or none is used.
+    """All rows of one rollout. One optimizer step trains on all of these rows, or the whole rollout is dropped.
 
     Attributes:
         samples: Rows of the rollout, at least one.
@@ -141,7 +143,7 @@ class Trajectory:
         return sum(len(sample) for sample in self.samples)
 
     def rollout(self) -> Rollout:
-        """Convert the rows to a rollout. The first row is the completion, the others are its branches."""
+        """Convert the rows to one `Rollout`: the first row becomes its completion, and further rows become its branches."""
         first, *others = [sample.rollout() for sample in self.samples]
         reason: FinishReason = "stop" if self.finished else "length"
         return replace(first, finish_reason=reason, branches=others)
@@ -156,8 +158,8 @@ class GroupTask:
         row: Dataset row.
         size: Number of completions G.
         seed: Seed for sampling and for environments.
-        attempt: Number of earlier attempts.
-        version: Minimum version of the weights.
+        attempt: How often the prompt was tried before.
+        version: Minimum version of the weights that a worker needs before it starts this task.
     """
 
     group_id: int
@@ -182,12 +184,12 @@ class RolloutWorkerProtocol(Protocol):
 
 
 class RolloutBuffer:
-    """FIFO queue of rollouts. The limits are not enforced here: the pool checks `room` before it begins a group.
+    """FIFO queue of rollouts. `put` does not enforce the limits. `WorkerPool` checks `room` before it starts a group.
 
     Args:
-        max_samples: Intended maximum number of trajectories.
-        max_tokens: Intended maximum number of tokens.
-        arriving: Function called with each arriving rollout.
+        max_samples: Maximum number of trajectories.
+        max_tokens: Maximum number of tokens.
+        arriving: Function called with each rollout that is put into the queue.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class RolloutBuffer:
         return self._items.qsize()
 
     def room(self, samples: int = 0, tokens: int = 0) -> bool:
-        """Return whether more samples and tokens would fit."""
+        """Return whether the queue has space for this number of additional samples and tokens."""
         fits = len(self) + samples <= self.max_samples
         return fits and (self.max_tokens is None or self.tokens + tokens <= self.max_tokens)
 
@@ -274,7 +276,7 @@ class TaskSource:
         self._again.append((self._task(task.row, task.attempt + 1), origin))
 
     def done(self, group_id: int) -> None:
-        """Record that a group was used for training, or was dropped and will not be retried."""
+        """Record that a group is finished: it was used for training, or it was dropped and will not be retried."""
         self._origin.pop(group_id, None)
 
     def _task(self, row: dict[str, Any], attempt: int) -> GroupTask:
@@ -283,12 +285,14 @@ class TaskSource:
         return GroupTask(number, row, self.group_size, seed, attempt)
 
     def state(self) -> dict[str, Any]:
-        """Return the position. After a resume, prompts in progress are generated again."""
+        """Return the position for a checkpoint. A resumed run generates the prompts in progress again."""
         pending = [*(origin for _, origin in self._again), *self._origin.values()]
         return {"prompts": self.prompts.state(), "group": self.group, "pending": [list(x) for x in pending]}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`. If the dataset is a stream, prompts that were in progress are skipped."""
+        """Restore a position that `state` returned. If the dataset is a stream, the prompts that were in progress are
+        skipped.
+        """
         self.prompts.load(state["prompts"])
         self.group, self._origin, self._again = state["group"], {}, deque()
         for passes, position in state["pending"] if isinstance(self.prompts.dataset, Sized) else []:

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncTrainer(OnlineTrainer):
-    """Takes rollouts from a queue that workers fill, drops stale rollouts, and pushes weights to workers.
+    """Trains on rollouts from a queue that workers fill. It drops rollouts that are too old, and pushes new weights to
+    the workers.
 
     The constructor of a subclass calls `sends` before the parent's constructor, and `begins` after it.
     """
@@ -43,15 +44,15 @@ class AsyncTrainer(OnlineTrainer):
     _prompt_images = False
 
     def sends(self, sent: dict[str, Any], rollout_worker: object, weight_transfer: object, tokenizer: object) -> None:
-        """Set the arguments that `RolloutService` passes to workers. They must be picklable for the library's own
-        workers.
+        """Set the arguments that `RolloutService` sends to the worker processes. They must be picklable, unless the
+        user passes a worker.
         """
         if rollout_worker is None:
             check_picklable({**sent, "processing_class": tokenizer})
         self.given = {**sent, "rollout_worker": rollout_worker, "weight_transfer": weight_transfer}
 
     def begins(self) -> None:
-        """Create the source of rollouts. All other components must exist already."""
+        """Create the queue of rollouts. It is called last in the constructor, because it uses the other components."""
         if "DEEPSPEED" in str(self.accelerator.distributed_type):
             raise ConfigError("asynchronous training supports one process, DDP and FSDP2, but not DeepSpeed.")
         if self.given["rollout_worker"] is not None and self.given["weight_transfer"] is None:
@@ -67,8 +68,8 @@ class AsyncTrainer(OnlineTrainer):
         self.add_callback(_StepCallback(self))
 
     def reads_images(self) -> tuple[bool, bool]:
-        """Return whether prompts may contain images, and whether completions may. Completions never contain images
-        here.
+        """Return whether prompts may contain images, and whether completions may contain images. The second value is
+        always False in asynchronous training.
         """
         return self._prompt_images, False
 
@@ -96,7 +97,7 @@ class AsyncTrainer(OnlineTrainer):
 
     @property
     def scores_rewards(self) -> bool:
-        """Whether rollouts have rewards that are checked."""
+        """Whether the rollouts have rewards, so that the checks of rewards apply."""
         return True
 
     @property
@@ -106,7 +107,7 @@ class AsyncTrainer(OnlineTrainer):
 
     @property
     def transfer(self) -> Any:
-        """Transfer of weights to the engines. None before the first step."""
+        """Object that sends weights to the engines. None before the first step."""
         return self.source.service.transfer
 
     @property
@@ -115,11 +116,11 @@ class AsyncTrainer(OnlineTrainer):
         return self.source.service.version
 
     def account(self) -> dict[str, float]:
-        """Return the counts of all rollouts at one moment: ``produced = trained + dropped + in_flight``."""
+        """Return how many rollouts are in each state, so that ``produced = trained + dropped + in_flight`` holds."""
         return self.source.account()
 
     def schedule_text(self, prompts: int | None) -> str:
-        """Describe the schedule of rollouts and updates."""
+        """Describe when rollouts are sampled and when weights are updated."""
         args = self.args
         wanted = "" if prompts is None else f" {prompts} prompts are {prompts * args.num_generations} rollouts."
         return (
@@ -153,7 +154,7 @@ class AsyncTrainer(OnlineTrainer):
         return dataclasses.replace(super()._hooks(), batches=self._batches)
 
     def _batches(self, run: Run, inputs: Any, index: int) -> list[Batch]:
-        """Return this process's rollouts of the step as batches."""
+        """Convert this process's rollouts of the step to batches."""
         batch = self.taken(self.source.next(self.args.samples_per_step or 1))
         tokens = sum(len(rollout.prompt_ids) + len(rollout.token_ids) for rollout in batch.rollouts)
         self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
@@ -163,11 +164,13 @@ class AsyncTrainer(OnlineTrainer):
         return collate(batch.every_row(), pad_token_id=self.pad_token_id, layout=layout)
 
     def taken(self, batch: RolloutBatch) -> RolloutBatch:
-        """Add the data that the objective needs to this process's rollouts of a step."""
+        """Return the rollouts with the additional data that the objective needs. The default returns them unchanged."""
         return batch
 
     def before_update(self) -> None:
-        """Skip the update if policy and sampler have differed too much for too long."""
+        """Skip the update if the mismatch between policy and sampler has been above its limit for too many consecutive
+        steps.
+        """
         local = [0.0, 0.0] if self.run.progress.sums is None else self.run.progress.sums.tolist()
         kl, tokens = parallel.all_reduce_sum(local, self.accelerator)
         self._skipping = self.mismatch.add(kl / max(tokens, 1.0))
@@ -176,7 +179,9 @@ class AsyncTrainer(OnlineTrainer):
                 parameter.grad = None
 
     def after_update(self, control: TrainerControl) -> None:
-        """Push weights if a push is due, record the rollouts of the step, and stop the run at its end."""
+        """Push weights if `weight_sync_steps` steps have passed, count the rollouts of the step, and stop the run at
+        its last step.
+        """
         main = self.accelerator.is_main_process
         if main and not self._skipping:
             self._count_groups({trajectory.group_id for trajectory in self.source.held})
@@ -197,35 +202,35 @@ class AsyncTrainer(OnlineTrainer):
         self._skipping = False
 
     def _count_groups(self, groups: set[int]) -> None:
-        """Count each group once, even if its rollouts are used in several steps."""
+        """Count each group of rollouts once, although its rollouts may be used in several steps."""
         self.trained_groups += len(groups - self._new_groups)
         self._new_groups = {g for g in self._new_groups | groups if g > max(groups) - self._remembered}
 
     @property
     def _remembered(self) -> int:
-        """Number of recent group ids that may still have rollouts in progress."""
+        """Number of recent group ids to remember, because rollouts of these groups may still be in progress."""
         return 2 * (self.args.max_inflight_tasks + self.args.queue_maxsize)
 
     def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add the current counts of rollouts to the metrics of the log window."""
+        """Add the current counts of rollouts to the metrics that are logged."""
         metrics = super().postprocess_metrics(metrics)
         return metrics | (self.account() if "sample/staleness_mean" in metrics else {})
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the state with the position in the prompts and the counts."""
+        """Return the parent's state, the position in the prompts, and the counts of rollouts."""
         return super().state_to_save() | {"async": self.source.state() | {"trained_groups": self.trained_groups}}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_to_save`."""
+        """Restore a state that `state_to_save` returned."""
         super().load_saved_state(state)
         self.source.load(state["async"])
         self.trained_groups = state["async"]["trained_groups"]
 
 
 class _Ticks(IterableDataset):
-    """Infinite dataset that counts steps."""
+    """Infinite dataset whose items are step numbers."""
 
     def __iter__(self) -> Iterator[int]:
         return itertools.count()

@@ -25,13 +25,13 @@ from posttrain.errors import ArgumentTypeError, RolloutError
 
 
 class ActiveClock:
-    """A clock that ignores time in which this process was suspended: a gap between two reads counts as at most ``most``
-    seconds.
+    """Clock that ignores time during which this process was suspended. Between two reads, at most ``most`` seconds are
+    counted.
 
     With a wall clock, all workers would seem to have made no progress during a suspension.
 
     Args:
-        most: Maximum number of seconds between two reads that are counted; a multiple of the polling interval.
+        most: Maximum number of seconds that are counted between two reads. Set it to several polling intervals.
 
     >>> clock = ActiveClock(0.01)
     >>> time.sleep(0.1); clock.look() < 0.02
@@ -44,7 +44,7 @@ class ActiveClock:
         self._lock = threading.Lock()
 
     def look(self) -> float:
-        """Return the number of seconds so far."""
+        """Return the number of seconds that the clock has counted so far."""
         with self._lock:
             real = time.monotonic()
             self.now += min(real - self._last, self.most)
@@ -53,7 +53,7 @@ class ActiveClock:
 
 
 BEAT_S = 1.0
-# If the time between two reads of the clock exceeds this number of seconds, the process was suspended in between.
+# If more than this number of seconds passes between two reads of the clock, the process is assumed to have been suspended.
 GAP_S = 3.0
 TAIL_LINES, TAIL_BYTES = 30, 16_384
 JOIN_S = 15.0  # Maximum number of seconds for a worker to stop.
@@ -116,7 +116,9 @@ def _unpicklable(name: str, value: object) -> list[str]:
 
 @contextlib.contextmanager
 def without_device() -> Iterator[None]:
-    """Set the environment for a worker: no accelerator, and no variables of the trainer's process group."""
+    """Set the environment in which a worker is started: no visible accelerator, and no variables of the trainer's
+    process group.
+    """
     saved = dict(os.environ)
     with _starting:
         try:
@@ -183,7 +185,7 @@ class Link:
         self._alive = self._clock.look()
 
     def wait(self, seconds: float) -> None:
-        """Wait for news, or for ``seconds``."""
+        """Wait until a message arrives from the trainer, at most ``seconds``."""
         self._news.wait(seconds)
         self._news.clear()
 
@@ -193,14 +195,14 @@ class Link:
                 self._take(self.connection.recv_bytes())
         except (EOFError, OSError):
             self._orphaned()
-        # End the process, because a worker that receives no more commands would run forever.
+        # End the process after an error in this thread. Otherwise the worker would receive no more commands and run forever.
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
     def _orphaned(self) -> NoReturn:
-        """End this process, because the trainer has ended."""
-        # The lock is never released, because no other thread may end the process at the same time.
+        """End this process, because the trainer's process has ended."""
+        # Acquire the lock and never release it, so that no other thread ends the process at the same time.
         self._ending.acquire()
         try:
             self.on_orphaned()
@@ -231,7 +233,7 @@ class Link:
 
 def worker_main(payload: bytes, connection: Connection, log: str, index: int) -> None:
     """Run the worker in the new process. Its output is written to ``log``."""
-    # Ignore these signals. The trainer handles them, and it needs its workers to finish the step.
+    # Ignore SIGINT and SIGTERM. The trainer handles them, and it needs its workers to finish the current step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # The process must end with the trainer, like a daemon. Unlike a daemon, it may start processes of its own (e.g. for reward
@@ -250,7 +252,7 @@ def worker_main(payload: bytes, connection: Connection, log: str, index: int) ->
         traceback.print_exc()
         file.flush()
         link.send("failed", error=f"{type(error).__name__}: {error}")
-        os._exit(1)  # Exit without waiting for threads, because threads of tools may hang.
+        os._exit(1)  # Exit without waiting for other threads, because threads that run tools may hang.
     file.flush()
     os._exit(0)
 
@@ -325,7 +327,9 @@ class WorkerProcess:
         return self.process.is_alive()
 
     def problem(self, stale_after_s: float, ready_within_s: float) -> str | None:
-        """Return a description of the worker's problem, or None."""
+        """Return a description of the worker's problem: it has ended, did not start in time, or makes no progress.
+        None: no problem.
+        """
         now = self.clock.look()
         if not self.alive:
             code = self.process.exitcode
@@ -337,7 +341,7 @@ class WorkerProcess:
         return f"made no progress for {silent:.0f} s" if silent > stale_after_s else None
 
     def tail(self) -> str:
-        """Return the last lines that the worker has logged since its start."""
+        """Return the end of the worker's log, starting with this process's first line."""
         with contextlib.suppress(OSError):
             with open(self.log, "rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -347,13 +351,13 @@ class WorkerProcess:
         return ""
 
     def describe(self, what: str) -> RolloutError:
-        """Return an error with the problem and the last lines of the log."""
+        """Return an error that contains the problem and the last lines of the worker's log."""
         tail = self.tail()
         said = f" The last lines of {self.log}:\n{tail}" if tail else f" It wrote nothing to {self.log}."
         return RolloutError(f"rollout worker {self.index} (process {self.process.pid}) {what}.{said}")
 
     def stop(self, join_s: float = JOIN_S) -> None:
-        """Ask the process to stop, then kill it."""
+        """Stop the process. If it is still running after ``join_s`` seconds, kill it."""
         self.send("stop")
         self.process.join(join_s)
         self.kill()

@@ -1,4 +1,4 @@
-"""`estimate`: the command, which imports its modules when it runs."""
+"""`estimate`: the command `posttrain estimate`. Its modules are imported only when it runs."""
 
 from __future__ import annotations
 

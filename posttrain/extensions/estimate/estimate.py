@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 # Exit code EX_CONFIG of sysexits.h. A run that fails a check before training exits with the same code.
 DOES_NOT_FIT = 78
-# Largest batch size that is tried, as a multiple of the configured batch size.
+# Maximum batch size that is tried, as a multiple of the configured batch size.
 MOST_TIMES = 16
-# Number of examples that are tokenized. The longest examples (in characters) are selected.
+# Number of examples that are tokenized. They are the examples with the most characters.
 EXAMPLES = 48
 
 
@@ -62,12 +62,13 @@ def _length(text: str) -> int:
 def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, None)) -> dict[str, Any]:
     """Estimate the memory of a run. Return a JSON-compatible dict with sizes in bytes.
 
-    ``batch_sizes`` contains the peak of each batch size that keeps the effective batch size. ``larger_batch`` is the largest
-    batch of a process that fits without accumulation (None if any batch fits). ``would_help`` contains the peaks after changes.
+    ``batch_sizes`` contains the peak memory for each batch size that keeps the effective batch size. ``larger_batch``
+    is the maximum batch size per process without accumulation that fits. It is None if every size fits. ``would_help``
+    contains the peak memory after changes of single settings.
 
     Args:
         subject: The training command and its arguments.
-        given: Number of tokens of the longest prompt and of the longest completion, if known.
+        given: Number of tokens of the longest prompt and of the longest completion. None: they are read from the data.
 
     Raises:
         ConfigError: The arguments contain no model.
@@ -95,8 +96,8 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     memory = estimate_memory(work)
     available = available_memory(device, memory_limit(args))
     size, accumulation = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
-    # Estimate the peak for every batch size that keeps the effective batch size. Sizes with the same largest pass share one
-    # estimate.
+    # Estimate the peak memory for every batch size that keeps the effective batch size. Sizes with the same largest forward
+    # pass share one estimate.
     known, peaks, limit = {_largest(work): memory.peak}, {}, int(PLANNED_SHARE * available.free)
     for other in batch_sizes(size, accumulation):
         changed = plan(subject.method, config, batch_size=other, **settings)
@@ -110,7 +111,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
         def make(rows: int) -> Workload:
             changed = plan(subject.method, config, batch_size=rows, **settings)
             calls = changed.generating
-            # The number of generated sequences grows in proportion to the batch size.
+            # The number of generated sequences is proportional to the batch size.
             if calls is not None:
                 grown = {name: getattr(calls, name) * rows // whole for name in ("prompts", "sequences")}
                 calls = replace(calls, **grown)
@@ -136,16 +137,17 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
 
 
 def _larger(whole: int, peak: int, limit: int, step: int, make: Callable[[int], Workload]) -> tuple[int | None, bool]:
-    """Return the largest batch of one process that fits without accumulation, and whether this size is only a lower bound.
+    """Return the maximum batch size of one process without accumulation that fits. Also return whether larger sizes,
+    which were not tried, may fit too.
 
-    The batch is None if any batch fits, because the size of forward passes does not grow with the batch.
+    The size is None if every size fits, because the size of forward passes does not grow with the batch.
 
     Args:
-        whole: A batch that fits.
-        peak: Peak memory of this batch.
+        whole: A batch size that fits.
+        peak: Peak memory with this batch size, in bytes.
         limit: Maximum memory in bytes.
-        step: Tried batches are multiples of this number.
-        make: Function that returns the workload of a batch.
+        step: Batch sizes that are tried are multiples of this number.
+        make: Function that returns the workload with a batch size.
     """
     from posttrain.models.memory_estimate import estimate_memory
 
@@ -170,7 +172,7 @@ def _largest(work: Workload) -> tuple[int, int, bool]:
 
 
 def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
-    """Return the configs of other models that stay in memory, such as the teacher or the reward model."""
+    """Return the configs of further models in memory, such as the teacher or the reward model."""
     configs, args, script_args = {}, subject.config, subject.script_args
     names = {part: getattr(script_args, f"{part}_name_or_path", None) for part in ("reward_model", "value_model")}
     teacher = None if args.teacher_model_server_url else args.teacher_model_name_or_path
@@ -184,7 +186,9 @@ def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
 
 
 def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list[str]) -> tuple[Lengths, Any]:
-    """Return lengths from the arguments, the data or the config, and the images of the row with the largest image part."""
+    """Return the maximum lengths, from the arguments, the data or the config. Also return the images of the row with
+    the most image tokens.
+    """
     from posttrain.checks.memory import Lengths, assumed_lengths, longest_of, sampled_pictures
 
     prompt, completion = given
@@ -225,7 +229,7 @@ def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:
 
 
 def _changes(work: Workload) -> dict[str, Workload]:
-    """Return variants of the run. Each changes one setting to reduce memory."""
+    """Return variants of the run. Each variant changes one setting to reduce memory."""
     import peft
 
     own = tuple(part for part in work.frozen if part.role != "reference")

@@ -1,4 +1,4 @@
-"""`A2POTrainer`: estimate the optimal value of each prompt once, then regress log-ratios on advantages."""
+"""`A2POTrainer`: estimates the optimal value of each prompt once, then trains log-ratios to equal reward minus value."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ logger = logging.getLogger(__name__)
 
 
 def optimal_value(rewards: Sequence[float], beta1: float) -> float:
-    """Compute ``V* = beta1 log mean_i exp(r_i / beta1)`` over the rewards that are not NaN. Return NaN if all are NaN.
+    """Compute ``V* = beta1 log mean_i exp(r_i / beta1)`` over the rewards that are not NaN. If all are NaN, the result
+    is NaN.
 
     Args:
-        rewards: Rewards of the reference's completions. NaN: no function applied.
+        rewards: Rewards of the reference model's completions of one prompt. NaN: no reward function applied.
         beta1: Temperature, above 0.
 
     Reference: A*-PO, arXiv:2505.20686, equation 5.
@@ -73,13 +74,15 @@ def optimal_value(rewards: Sequence[float], beta1: float) -> float:
 
 
 def row_key(example: Mapping[str, Any]) -> str:
-    """Return a hash of a dataset row: the prompt and the columns for reward functions."""
+    """Return a hash of a dataset row. The row contains the prompt and the columns for reward functions."""
     text = json.dumps(dict(example), sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _computed_by(function: Callable) -> str:
-    """Return an identifier of a reward: the source code of a function, or a hash of a reward model's weights."""
+    """Return a text that identifies a reward function: its source code, or a hash of the reward model's weights. Empty
+    if there is none.
+    """
     if isinstance(model := getattr(function, "model", None), torch.nn.Module):
         return hash_module(model)
     try:
@@ -89,11 +92,13 @@ def _computed_by(function: Callable) -> str:
 
 
 class ValueCache:
-    """Rewards of the reference's completions by prompt, in memory and in a file.
+    """Rewards of the reference model's completions for each prompt, in memory and in a file.
 
     Args:
-        path: JSON lines file. Rewards are appended immediately, so that an interrupted estimate can continue.
-        run: Result of `fingerprint`. Lines of other runs are ignored.
+        path: JSON Lines file. Rewards are appended as soon as they are computed, so that an interrupted estimate can
+            continue.
+        run: Hash of everything that the rewards depend on (result of `fingerprint`). Lines with another hash are
+            ignored.
     """
 
     def __init__(self, path: Path, run: str) -> None:
@@ -107,7 +112,7 @@ class ValueCache:
                 self.rewards[entry["prompt"]] = entry["rewards"]
 
     def add(self, sampled: Mapping[str, list[float]], *, write: bool) -> None:
-        """Add new rewards. ``write`` must be True on one process only."""
+        """Add rewards to the cache. With ``write``, also append them to the file. Only one process may write."""
         new = {key: rewards for key, rewards in sampled.items() if key not in self.rewards}
         self.rewards.update(new)
         if write and new:
@@ -117,33 +122,34 @@ class ValueCache:
                     file.write(json.dumps({"run": self.run, "prompt": key, "rewards": rewards}) + "\n")
 
     def value(self, example: Mapping[str, Any], beta1: float) -> float:
-        """Return the value of a row's prompt, or NaN."""
+        """Return the value of the row's prompt, or NaN if it has no rewards."""
         return optimal_value(self.rewards[row_key(example)], beta1)
 
 
 FILE = "v_star.jsonl"
-# Rewards count as binary if each of them differs from 0 or 1 by at most this value.
+# Rewards count as binary if each of them is within TOLERANCE of 0 or of 1.
 TOLERANCE = 1e-6
-# Offset that is added to the seed when completions for the estimate of values are sampled.
+# Offset that is added to the seed when the reference model samples completions for the values, so that training samples differ.
 VALUE_SEED = 20_000_003
 
 
 class A2POTrainer(OnlineTrainer):
-    """A*-PO: regress log-ratios on the difference of the reward and the prompt's optimal value (experimental).
+    """A*-PO: trains the log-ratio of each completion to equal its reward minus the optimal value of its prompt
+    (experimental).
 
-    It uses neither groups nor a value model. Before the first step, the value ``V* = beta1 log mean exp(r / beta1)`` of
-    each prompt is estimated from the rewards of ``num_value_samples`` completions of the frozen reference. Values are
-    stored in ``output_dir/v_star.jsonl`` and in checkpoints, with a hash of everything that they depend on. Each step
-    then samples one completion per prompt.
+    A2PO needs neither groups of completions nor a value model. Before the first step, the frozen reference model
+    samples ``num_value_samples`` completions of each prompt. The value of the prompt, ``V* = beta1 log mean exp(r /
+    beta1)``, is estimated from their rewards. Values are stored in ``output_dir/v_star.jsonl`` and in checkpoints, with
+    a hash of everything that they depend on. After that, each training step samples one completion per prompt.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
         reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
             or Hub id of a reward model, or a list of these.
         args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        train_dataset: Dataset with the column ``prompt``. A stream is not supported, because each prompt's value is
-            computed first.
-        eval_dataset: Evaluation dataset, or several by name.
+        train_dataset: Dataset with the column ``prompt``. A stream is not supported, because the values of all prompts
+            are computed before training.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
@@ -225,21 +231,21 @@ class A2POTrainer(OnlineTrainer):
             environment_factory=environment_factory,
         )
         disable_dropout_in_model(self.model)  # Dropout would add noise to the log-ratio.
-        # Rewards of the reference's completions, by prompt. It is None until they are computed.
+        # Rewards of the reference model's completions. None until they are computed.
         self.cache: ValueCache | None = None
-        # Number of the current batch of completions for values. It determines the batch's seed.
+        # Index of the current batch of completions for the values. The seed of the batch depends on it.
         self._value_batch = 0
         self._restored: dict[str, Any] = {}
         self._filtered = False
 
     def make_reference(self) -> Reference:
-        """Create the reference, which values and log-ratios always need."""
+        """Create the reference model, which estimates the values and is needed by the loss."""
         return Reference(self.model, fresh_adapter=self.fresh_adapter)
 
     # Stage 1: values of all prompts ------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Estimate values, exclude prompts that were never solved, then train."""
+        """Estimate the values of all prompts, exclude prompts that the reference model never solved, then train."""
         self._restore_values(resume_from_checkpoint)
         self.estimate_values([self.train_dataset, *(d for _, d in named_sets({"eval_dataset": self.eval_dataset}))])
         if not self._filtered:
@@ -249,14 +255,14 @@ class A2POTrainer(OnlineTrainer):
         return super().train(resume_from_checkpoint, **kwargs)
 
     def evaluate(self, eval_dataset: EvalSets | None = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate like other trainers, after estimating missing values."""
+        """Estimate values of prompts that have none yet, then evaluate like other trainers."""
         eval_dataset = plain_rows(eval_dataset)
         sets = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
         self.estimate_values([dataset for _, dataset in named_sets({"eval_dataset": sets})])
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def estimate_values(self, sets: Iterable[Any]) -> ValueCache:
-        """Sample and score completions of the reference for every prompt without rewards."""
+        """Sample completions of the reference model for every prompt without rewards, and compute their rewards."""
         cache = self.cache = self.cache or self._open_cache()
         rows = {row_key(row): row for dataset in sets for row in dataset}
         todo = [(key, row) for key, row in rows.items() if key not in cache.rewards]
@@ -278,11 +284,13 @@ class A2POTrainer(OnlineTrainer):
         return cache
 
     def _sampled_rewards(self, part: Sequence[tuple[str, Any]]) -> dict[str, list[float]]:
-        """Return the weighted and transformed rewards of ``num_value_samples`` completions of each row."""
+        """Sample ``num_value_samples`` completions of each row. Return the total reward of each, after transformations
+        and weights.
+        """
         n = self.args.num_value_samples
         examples = [row for _, row in part for _ in range(n)]
         if not examples:
-            # Sampling is a collective operation, so a rank without rows must also take part.
+            # Sampling is a collective operation, so a rank without rows must sample too.
             self.sample([dict(self.spare_example)], self._value_settings())
             return {}
         generation = self.sample(examples, self._value_settings())
@@ -292,8 +300,8 @@ class A2POTrainer(OnlineTrainer):
         return {key: rewards for (key, _), rewards in zip(part, totals.reshape(-1, n).tolist(), strict=True)}
 
     def _solvable(self, dataset: datasets.Dataset) -> list[int]:
-        """Return the rows to train on. Rows without a value are excluded. With binary rewards, rows that the reference
-        never solved are excluded too.
+        """Return the indices of the rows to train on. Rows without a value are excluded. If all rewards are binary,
+        rows that the reference model never solved are excluded too.
 
         Raises:
             DataError: No row remains.
@@ -326,7 +334,7 @@ class A2POTrainer(OnlineTrainer):
     def _open_cache(self) -> ValueCache:
         model, sampling = self.reference.copy or self.model, self._value_settings().sampling
         run = fingerprint(
-            # Exclude the trained adapter from the hash, because the reference runs without it.
+            # Do not include the trained adapter in the hash, because the reference model runs without it.
             model=hash_tensors({name: p for name, p in model.named_parameters() if not p.requires_grad}),
             sampling=sampling.unseeded(),
             samples=self.args.num_value_samples,
@@ -342,11 +350,11 @@ class A2POTrainer(OnlineTrainer):
 
     @contextlib.contextmanager
     def _reference_engine(self) -> Iterator[None]:
-        """Return an engine that samples with the reference. If the run's engine has a copy of the policy, a separate
-        in-process engine is created.
+        """Use an engine that samples from the reference model inside the context. If the run's engine has its own copy
+        of the policy, a second in-process engine is created for the reference model.
 
-        If the user's engine object has no copy of the weights, it samples from the policy, which equals the reference
-        at the beginning.
+        A user's engine object that has no copy of the weights samples from the policy. At the beginning of training,
+        the policy equals the reference model.
         """
         engine, far = self.engine, self.engine.capabilities.needs_weight_sync
         with self.run.inference() as policy, self.reference.active(policy):
@@ -362,14 +370,14 @@ class A2POTrainer(OnlineTrainer):
                 self.engine = engine
 
     def _value_settings(self) -> SampleSettings:
-        """Return the sampling settings of evaluation with separate seeds."""
+        """Return the sampling settings of evaluation, with a seed that depends on the batch."""
         settings = settings_of(self.run, "eval")
         seed = (self.args.seed * 1_000_003 + VALUE_SEED + self._value_batch) % 2**63
         return replace(settings, sampling=replace(settings.sampling, seed=seed))
 
     def _restore_values(self, checkpoint: Any) -> None:
-        """Load values from the checkpoint before the dataset is filtered by them, so that the saved position in the
-        dataset stays valid.
+        """Load the values from the checkpoint. This must happen before prompts are excluded, because the saved position
+        in the dataset counts only the remaining prompts.
         """
         if checkpoint is True:
             checkpoint = last_complete_checkpoint(self.args.output_dir)
@@ -379,11 +387,11 @@ class A2POTrainer(OnlineTrainer):
 
     @property
     def prompt_limit(self) -> int | None:
-        """Maximum number of tokens of a prompt. Longer prompts are truncated at the beginning."""
+        """Maximum number of tokens of a prompt. The beginning of a longer prompt is removed."""
         return self.args.max_prompt_length
 
     def make_online(self) -> Online:
-        """Create the sampling components. They add the value of each completion's prompt."""
+        """Create the components that sample completions. They also provide the value of each completion's prompt."""
         online = super().make_online()
 
         def logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
@@ -396,6 +404,6 @@ class A2POTrainer(OnlineTrainer):
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the state with the rewards that values are computed from."""
+        """Return the parent's state and the rewards from which values are computed."""
         values = None if self.cache is None else {"run": self.cache.run, "rewards": self.cache.rewards}
         return super().state_to_save() | {"values": values}

@@ -1,4 +1,4 @@
-"""A*-PO: regression of log-ratios on advantages relative to the prompts' optimal values."""
+"""A*-PO: trains each completion's log-ratio to equal its reward minus the optimal value of its prompt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ OF_OTHERS = ("rank", "zscore", "running")
 
 @config
 class A2POConfig(OnlineConfig):
-    """Arguments of `A2POTrainer`: one completion per prompt, whose reward is compared with the value of the prompt.
+    """Arguments of `A2POTrainer`. Training samples one completion per prompt and compares its reward with the value of
+    the prompt.
 
     Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
     """
@@ -74,7 +75,7 @@ class A2POConfig(OnlineConfig):
 
     def __post_init__(self) -> None:
         self.top_k = self.top_k or 0
-        # Check this first, because the parent's error would suggest to set beta, which is not supported either.
+        # Run these checks before the parent's, whose error would suggest setting beta, which A2PO does not support either.
         check_rules(
             self,
             [("sync_ref_model", not self.sync_ref_model, "must be False: values are estimated with a fixed reference")],
@@ -99,7 +100,8 @@ class A2POConfig(OnlineConfig):
 
 
 def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerms:
-    """Compute ``mean_i (beta2 sum_t (logp - ref_logp) - (r_i - V*_i))^2`` over the scored completions.
+    """Compute ``mean_i (beta2 sum_t (logp - ref_logp) - (r_i - V*_i))^2`` over the completions with a reward and a
+    value.
 
     Reference: A*-PO, arXiv:2505.20686, equation 6.
     """
@@ -112,12 +114,14 @@ def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerm
 
 
 def _judged(batch: Batch) -> Tensor:
-    """Return ``(S,)`` bool that marks completions with a reward. All other completions have no token with loss."""
+    """Return ``(S,)`` bool that is True for completions with tokens in the loss. Completions without a reward or a
+    value have none.
+    """
     return sequence_sum(batch.loss_mask.float(), *batch.by_sequence) > 0
 
 
 class A2PO(Method[A2POConfig]):
-    """A*-PO: regress log-ratios on the difference of the reward and the prompt's optimal value.
+    """A*-PO: trains the log-ratio of each completion to equal its reward minus the optimal value of its prompt.
 
     Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
     """
@@ -127,15 +131,15 @@ class A2PO(Method[A2POConfig]):
 
     @property
     def temperature(self) -> float:
-        """Always 1, because the loss has no importance ratio to the sampler."""
+        """Temperature of the log-probs in the loss. Always 1, because the loss has no importance ratio to the sampler."""
         return 1.0
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return False, because the regression has no importance ratio."""
+        """Return False. The squared loss has no importance ratio, so log-probs of older weights are not needed."""
         return False
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute ``r - V*``. Completions without a reward or a value are excluded."""
+        """Compute the reward minus the value ``V*`` of the prompt. Completions without a reward or a value are excluded."""
         values = torch.tensor(ranks.gather([value for (value,) in logps["v_star"]]))
         totals = weighted_total(rewards.values, rewards.weights)
         unknown = (totals - values).isnan()
@@ -154,5 +158,5 @@ class A2PO(Method[A2POConfig]):
         return a2po_objective(outputs, batch, self.cfg)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Count the scored completions, the denominator of the loss."""
+        """Count the completions with tokens in the loss. The loss is divided by this number."""
         return {"judged": float(sum(int(_judged(batch).sum()) for batch in batches))}

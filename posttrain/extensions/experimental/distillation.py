@@ -54,18 +54,18 @@ if TYPE_CHECKING:
 
 
 class IWOPDTrainer(DistillationTrainer):
-    """On-policy distillation with larger weights for early tokens, and with an importance ratio to the weights that
-    sampled the completion.
+    """On-policy distillation with a policy gradient. Early tokens have larger weights, and an importance ratio corrects
+    for the difference to the weights that sampled the completion.
 
     Args:
         model: Student to train: path, Hub id, model object or peft model.
-        teacher_model: Teacher: path, Hub id or model, or several by name. With several, the column ``teacher_id``
-            selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the teacher is set in
-            ``args``.
+        teacher_model: Teacher: path, Hub id or model object, or a mapping from names to teachers. With several teachers,
+            the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the
+            teacher is set in ``args``.
         args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
-        eval_dataset: Evaluation dataset, or several by name.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
@@ -75,7 +75,8 @@ class IWOPDTrainer(DistillationTrainer):
         peft_config: Config of a new adapter to train. None: no new adapter.
         teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
             a model that was built in memory, the student's tokenizer is assumed.
-        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
+            clients.
         reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
         reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
@@ -154,19 +155,19 @@ class IWOPDTrainer(DistillationTrainer):
 
 
 class MiniLLMTrainer(DistillationTrainer):
-    """Distillation with the reverse KL to the teacher as a per-token reward, optionally with rewards of whole
-    completions.
+    """Distillation in which the reverse KL to the teacher is a reward for each token. Rewards of whole completions can
+    be added.
 
     Args:
         model: Student to train: path, Hub id, model object or peft model.
-        teacher_model: Teacher: path, Hub id or model, or several by name. With several, the column ``teacher_id``
-            selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the teacher is set in
-            ``args``.
+        teacher_model: Teacher: path, Hub id or model object, or a mapping from names to teachers. With several teachers,
+            the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the
+            teacher is set in ``args``.
         reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
             or Hub id of a reward model, or a list of these.
         args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
-        eval_dataset: Evaluation dataset, or several by name.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
         reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
             models.
@@ -176,7 +177,8 @@ class MiniLLMTrainer(DistillationTrainer):
         rollout_func: Not supported, must be None. Use `GRPOTrainer`.
         teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
             a model that was built in memory, the student's tokenizer is assumed.
-        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
+            clients.
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         tools: Not supported, must be None. Use `GRPOTrainer`.
@@ -254,7 +256,7 @@ class MiniLLMTrainer(DistillationTrainer):
         )
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """Compute ``GRPO(A + sum gamma^i (log p - log q)) + KL(q || p)``."""
+        """Compute ``GRPO(A + sum gamma^i (log p - log q)) + KL(q || p)``, where p is the teacher and q the student."""
         args, returns = self.args, None
         if args.rkl_advantage:
             gap = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
@@ -268,14 +270,14 @@ class MiniLLMTrainer(DistillationTrainer):
 
 
 class SDFTTrainer(DistillationTrainer):
-    """Self-distillation. The teacher is the student itself, but its prompt also contains the row's
-    ``privileged_context``.
+    """Self-distillation in which the teacher is the student itself with more information: its prompt also contains the
+    row's ``privileged_context``.
 
     Args:
         model: Student to train: path, Hub id, model object or peft model.
         args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
         train_dataset: Dataset with ``prompt`` and ``privileged_context``, which only the teacher reads.
-        eval_dataset: Evaluation dataset, or several by name.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
@@ -284,7 +286,8 @@ class SDFTTrainer(DistillationTrainer):
             ``args.teacher_model_kind`` selects.
         teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
             a model that was built in memory, the student's tokenizer is assumed.
-        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
+            clients.
         reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
         reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
@@ -365,7 +368,7 @@ class SDFTTrainer(DistillationTrainer):
         )
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize a dataset. Reject a dataset without ``privileged_context``, or with a row where it is empty."""
+        """Tokenize a dataset. Raise an error if the column ``privileged_context`` is missing or empty in a row."""
         _require_context(dataset, name)
         for row, value in enumerate(dataset["privileged_context"] if isinstance(dataset, datasets.Dataset) else ()):
             joined_text(value, f"{name} row {row}: ")
@@ -376,8 +379,8 @@ class SDFTTrainer(DistillationTrainer):
         return self.teacher_prompt(example, args.teacher_prompt_template, shown, args.max_prompt_length)
 
     def student_samples(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Sample completions of the student. If ``generate_from_teacher`` is set, the student completes the teacher's
-        prompts.
+        """Sample completions of the student. With ``generate_from_teacher``, the student completes the teacher's
+        prompts instead of its own.
         """
         if not self.args.generate_from_teacher:
             return super().student_samples(examples, settings)
@@ -388,7 +391,9 @@ class SDFTTrainer(DistillationTrainer):
         return single.batch_of(examples, rollouts)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the teacher's prompt for each completion. If configured, exclude the first tokens from the loss."""
+        """Return the teacher's prompt for each completion. Exclude the first ``num_loss_tokens_to_skip`` tokens from
+        the loss.
+        """
         if skip := self.args.num_loss_tokens_to_skip:
             keep = [[int(i >= skip) for i in range(len(rollout.token_ids))] for rollout in rollouts.rollouts]
             found = replace(found, keep=keep)
@@ -396,8 +401,8 @@ class SDFTTrainer(DistillationTrainer):
 
 
 class SDPOTrainer(DistillationTrainer):
-    """Self-distillation. The teacher is the student itself, but its prompt also contains a successful completion of the
-    same prompt.
+    """Self-distillation in which the teacher is the student itself with more information: its prompt also contains a
+    successful completion of the same prompt.
 
     Args:
         model: Student to train: path, Hub id, model object or peft model.
@@ -405,7 +410,7 @@ class SDPOTrainer(DistillationTrainer):
             or Hub id of a reward model, or a list of these.
         args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read.
-        eval_dataset: Evaluation dataset, or several by name.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
         reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
             models.
@@ -416,7 +421,8 @@ class SDPOTrainer(DistillationTrainer):
             ``args.teacher_model_kind`` selects.
         teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
             a model that was built in memory, the student's tokenizer is assumed.
-        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
+            clients.
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         tools: Not supported, must be None. Use `GRPOTrainer`.
@@ -497,15 +503,19 @@ class SDPOTrainer(DistillationTrainer):
         )
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize a dataset. Reject a dataset without ``privileged_context`` if the teacher's prompt uses it."""
+        """Tokenize a dataset. If ``include_environment_feedback`` is set, a dataset without ``privileged_context`` is
+        an error.
+        """
         if self.args.include_environment_feedback:
             _require_context(dataset, name)
         return super().prepare(dataset, name, training=training)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the teacher's prompt for each completion. The column ``active`` marks prompts with a hint."""
+        """Return the teacher's prompt for each completion. The column ``active`` is 1 if this prompt contains a hint,
+        else 0.
+        """
         size, rewards = rollouts.group_size, found.totals.tolist()
-        # Gather the texts of all ranks, because the completions of a group may be on several ranks.
+        # Gather the texts of all ranks, because completions of the same prompt may be on several ranks.
         texts = parallel.all_gather_objects([rollout.text or "" for rollout in rollouts.rollouts], self.accelerator)
         draw = torch.Generator().manual_seed(self.args.seed + batch_number(self.run, rollouts.mode))
         prompts, active = [], []
@@ -528,7 +538,7 @@ class SDPOTrainer(DistillationTrainer):
         return [j for j in successes if j != own or not args.dont_reprompt_on_self_success]
 
     def _hint(self, example: dict[str, Any], successes: list[str], draw: torch.Generator) -> dict[str, str]:
-        """Return the texts that are added to the teacher's prompt. They may be empty."""
+        """Return the texts ``solution`` and ``feedback`` for the teacher's prompt. A text is empty if it is not available."""
         args, hint = self.args, {"solution": "", "feedback": ""}
         if successes:
             chosen = successes[int(torch.randint(len(successes), (), generator=draw))]
@@ -544,8 +554,8 @@ class SDPOTrainer(DistillationTrainer):
         return self.teacher_prompt(example, self.args.reprompt_template, hint, self.args.max_reprompt_len)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """Compute ``(1 - w) GRPO + w divergence``. The divergence includes only completions for which the teacher's
-        prompt has a hint.
+        """Compute ``(1 - w) GRPO + w divergence``. The divergence is computed only for completions whose teacher's
+        prompt contains a hint.
         """
         loss = super().objective(outputs, batch)
         if self.axes.policy:
@@ -556,13 +566,14 @@ class SDPOTrainer(DistillationTrainer):
 
 
 class SSDTrainer(DistillationTrainer):
-    """Simple self-distillation: supervised fine-tuning on the model's own samples, with a different sampling temperature.
+    """Simple self-distillation: supervised fine-tuning on completions that the model samples at a different
+    temperature.
 
     Args:
         model: Student to train: path, Hub id, model object or peft model.
         args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``.
-        eval_dataset: Evaluation dataset, or several by name.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
@@ -650,7 +661,9 @@ class SSDTrainer(DistillationTrainer):
         )
 
     def keep(self, rollouts: RolloutBatch, found: Advantages) -> Advantages:
-        """Store additional data like the parent class, and exclude blank or very short completions from the loss."""
+        """Store additional data of the completions like the parent class. Exclude blank and very short completions from
+        the loss.
+        """
         texts, left_out = [(rollout.text or "").strip() for rollout in rollouts.rollouts], rollouts.left_out
         if self.args.filter_empty:
             left_out = {i for i, text in enumerate(texts) if not text or ("\n" not in text and len(text) < SHORT)}

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from posttrain.types import AnyDataset
 
 THINKING = re.compile(r"<think>.*?</think>\s*|(<think>.*)", re.DOTALL)
-# In SSD, a completion that is a single line with fewer characters than this counts as empty.
+# SSD counts a completion as empty if it is a single line with fewer than SHORT characters.
 SHORT = 10
-# Options of the GRPO trainer that these losses do not have.
+# Options of the GRPO trainer that MiniLLM and SDPO do not support.
 OF_GRPO: dict[str, tuple[Any, str]] = {
     "cast_lm_head_to_fp32": (False, "Remove it: the loss computes the logits of both models in float32."),
     "entropy_coef": (0.0, "Use GRPOTrainer for an entropy bonus."),
@@ -42,7 +42,7 @@ OF_BUFFER: dict[str, tuple[Any, str]] = {
     ),
     "log_completions_steps": (100, "Use logging_steps."),
 }
-# Options for a teacher and its divergence. SSD has neither.
+# Options for a teacher and its divergence. SSD has no teacher.
 OF_TEACHER: dict[str, tuple[Any, str]] = {
     name: (default, "Remove it: SSD trains on its own samples without a teacher.")
     for name, default in {
@@ -55,7 +55,9 @@ OF_TEACHER: dict[str, tuple[Any, str]] = {
 def _template_rule(
     config: Any, field: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> tuple[str, bool, str]:
-    """Return a config rule: the template must contain all names in ``needed``, and no unknown names in braces."""
+    """Return a config rule: the template must contain all names in ``needed``. It may contain those in ``optional``,
+    but no other names in braces.
+    """
     fields = template_fields(getattr(config, field))
     shown, known = (
         " and ".join(f"{{{name}}}" for name in names) for names in (needed, dict.fromkeys((*needed, *optional)))
@@ -85,7 +87,7 @@ def _require_context(dataset: AnyDataset, name: str) -> None:
     vllm_server_port=8001,
 )  # fmt: skip
 class IWOPDConfig(DistillationConfig):
-    """Arguments of `IWOPDTrainer`. The default of ``top_p`` is 1.0, because smaller values would bias the estimate."""
+    """Arguments of `IWOPDTrainer`. The default of ``top_p`` is 1.0, because the loss would be biased with smaller values."""
 
     distillation_objective: Literal["iw_opd", "jsd"] = option(
         "iw_opd",
@@ -113,7 +115,7 @@ class IWOPDConfig(DistillationConfig):
         ]  # fmt: skip
 
     def axes(self) -> Axes:
-        """Return the loss: the policy gradient of the sampled token, or the divergence."""
+        """Return the settings of the loss: the policy gradient of the sampled token, or the divergence."""
         if self.distillation_objective == "jsd":
             return super().axes()
         prefix = (self.iw_opd_gamma, self.iw_opd_epsilon)
@@ -121,8 +123,8 @@ class IWOPDConfig(DistillationConfig):
 
 
 class IWOPD(Distillation):
-    """On-policy distillation with larger weights for early tokens, and with an importance ratio to the weights that
-    sampled the completion.
+    """On-policy distillation with a policy gradient. Early tokens have larger weights, and an importance ratio corrects
+    for the difference to the weights that sampled the completion.
 
     Reference: IW-OPD, arXiv:2606.22600.
     """
@@ -140,8 +142,8 @@ class IWOPD(Distillation):
     unread={"reverse_kl_top_1_mode": ("sampled", "A server scores only the tokens of the completion.")},
 )  # fmt: skip
 class ServerDistillationConfig(DistillationConfig):
-    """Arguments of `ServerDistillationTrainer`. The default of ``vllm_server_port`` (the student's server) avoids the
-    teacher's port 8000.
+    """Arguments of `ServerDistillationTrainer`. ``vllm_server_port`` (the student's server) does not default to 8000,
+    because teacher servers usually listen on this port.
     """
 
     def _rules(self) -> list[tuple[str, bool, str]]:
@@ -154,7 +156,8 @@ class ServerDistillationConfig(DistillationConfig):
 
 
 class ServerDistillation(Distillation):
-    """On-policy distillation from teachers on servers, which return their most likely ids at each position.
+    """On-policy distillation from teachers on servers. A server returns its most likely token ids and the sampled token
+    at each position.
 
     Reference: GKD, arXiv:2306.13649.
     """
@@ -218,13 +221,15 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
         ]
 
     def axes(self) -> Axes:
-        """Return the properties of the loss: the reverse KL, both over the vocabulary and as a reward."""
+        """Return the settings of the loss: the reverse KL over the whole vocabulary, and the reverse KL as a reward for
+        each token.
+        """
         return replace(super().axes(), policy=1.0)
 
 
 class MiniLLM(Distillation):
-    """Distillation with the reverse KL to the teacher as a per-token reward, optionally with rewards of whole
-    completions.
+    """Distillation in which the reverse KL to the teacher is a reward for each token. Rewards of whole completions can
+    be added.
 
     Reference: MiniLLM, arXiv:2306.08543.
     """
@@ -250,7 +255,7 @@ class MiniLLM(Distillation):
     },
 )  # fmt: skip
 class SelfDistillationFields(DistillationFields):
-    """Options of self-distillation, in which the teacher is the student with more information in its prompt."""
+    """Options of self-distillation. The teacher is the student itself, with more information in its prompt."""
 
     _beta: ClassVar[str | float] = "distillation_alpha"
     distillation_alpha: float = option(
@@ -286,7 +291,7 @@ class SelfDistillationFields(DistillationFields):
         ]
 
     def axes(self) -> Axes:
-        """Return the loss for ``distillation_mode``. Every sequence has the same weight."""
+        """Return the settings of the loss for ``distillation_mode``. Every sequence has the same weight."""
         modes: dict[str, Support] = {"sampled_token": "sampled", "full_logits": "full", "topk_logits": "student_topk"}
         support, tail = modes[self.distillation_mode], self.distillation_add_tail
         row = replace(super().axes(), support=support, top_k=self.distillation_topk or 0, tail=tail)
@@ -315,8 +320,8 @@ class SDFTConfig(SelfDistillationFields, DistillationConfig):
 
 
 class SDFT(Distillation):
-    """Self-distillation. The teacher is the student itself, but its prompt also contains the row's
-    ``privileged_context``.
+    """Self-distillation in which the teacher is the student itself with more information: its prompt also contains the
+    row's ``privileged_context``.
 
     Reference: Self-Distillation Fine-Tuning, arXiv:2601.19897.
     """
@@ -326,8 +331,8 @@ class SDFT(Distillation):
     privileged = True
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return the parent's result, or False if completions are sampled from the teacher's prompt, because they have
-        no importance ratio.
+        """Return False if completions are sampled from the teacher's prompt, because the loss then has no importance
+        ratio. Otherwise, return the parent's result.
         """
         return not self.cfg.generate_from_teacher and super().needs_old_logp(outlived)
 
@@ -394,14 +399,16 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
         ]  # fmt: skip
 
     def axes(self) -> Axes:
-        """Return the properties of the loss, which is averaged over sequences for which the teacher has a hint."""
+        """Return the settings of the loss. The divergence is averaged over the sequences whose teacher's prompt
+        contains a hint.
+        """
         w = self.distillation_weight
         return replace(super().axes(), reduction="active", weight=w, policy=1 - w)
 
 
 class SDPO(Distillation):
-    """Self-distillation. The teacher is the student itself, but its prompt also contains a successful completion of the
-    same prompt.
+    """Self-distillation in which the teacher is the student itself with more information: its prompt also contains a
+    successful completion of the same prompt.
 
     Reference: Self-Distillation Policy Optimization, arXiv:2601.20802.
     """
@@ -421,17 +428,18 @@ class SDPO(Distillation):
     temperature=(1.0, "Divisor of the logits in sampling, above 0. The loss uses temperature 1."),
 )  # fmt: skip
 class SSDConfig(DistillationConfig):
-    """Arguments of `SSDTrainer`, which fine-tunes the model on its own samples."""
+    """Arguments of `SSDTrainer`, which fine-tunes the model on completions that the model itself samples."""
 
     filter_empty: bool = option(True, "Exclude blank completions and single lines of fewer than 10 characters.")
 
     def axes(self) -> Axes:
-        """Return the loss: cross-entropy only."""
+        """Return the settings of the loss, which is only the cross-entropy."""
         return Axes("none", weight=0.0, cross_entropy=1.0)
 
 
 class SSD(Distillation):
-    """Simple self-distillation: supervised fine-tuning on the model's own samples, with a different sampling temperature.
+    """Simple self-distillation: supervised fine-tuning on completions that the model samples at a different
+    temperature.
 
     Reference: arXiv:2604.01193.
     """

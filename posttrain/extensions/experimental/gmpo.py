@@ -7,10 +7,11 @@ from posttrain.trainers.grpo import GRPOTrainer
 
 
 class GMPOTrainer(GRPOTrainer):
-    """Geometric-mean policy optimization: GRPO whose ratio is the geometric mean of clipped token ratios
-    (experimental).
+    """Geometric-mean policy optimization: GRPO whose importance ratio is the geometric mean of a completion's clipped
+    token ratios (experimental).
 
-    A single outlier token cannot dominate the loss of its completion, because its log-ratio is clipped and averaged.
+    A single token with an extreme ratio cannot dominate the loss of its completion, because log-ratios are clipped and
+    then averaged.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
@@ -19,7 +20,7 @@ class GMPOTrainer(GRPOTrainer):
         args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. None: the prompts
             come from ``environment_factory``.
-        eval_dataset: Evaluation dataset, or several by name.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
         reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
             models.
@@ -29,8 +30,8 @@ class GMPOTrainer(GRPOTrainer):
         peft_config: Config of a new adapter to train. None: no new adapter.
         tools: Python functions that the model may call. Each needs type hints and a docstring.
         rollout_func: Function that samples completions instead of the trainer. It maps prompts to a dict of lists.
-        environment_factory: Function that creates an environment for each completion, or several by name. The column
-            ``environment`` then selects one per row.
+        environment_factory: Function that creates an environment for each completion, or a mapping from names to such
+            functions. With a mapping, the dataset column ``environment`` selects the function.
         harness: Your own agent code, run against an OpenAI-compatible endpoint of the model. See `Harness`.
         rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.

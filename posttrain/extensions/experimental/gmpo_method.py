@@ -12,7 +12,9 @@ from posttrain.methods.grpo.objective import GRPO
 
 @config
 class GMPOConfig(GRPOConfig):
-    """Arguments of `GMPOTrainer`. Clip bounds are in log space: the default keeps ratios in (e^-0.4, e^0.4) = (0.670, 1.492)."""
+    """Arguments of `GMPOTrainer`. Clip bounds apply to log-ratios. The default 0.4 keeps ratios within (e^-0.4, e^0.4)
+    = (0.670, 1.492).
+    """
 
     loss_type: Literal["gmpo"] = option(
         "gmpo", "Loss. The only value is 'gmpo', the geometric mean of a completion's clipped token ratios."
@@ -30,7 +32,8 @@ class GMPOConfig(GRPOConfig):
 
 
 class GMPO(GRPO[GMPOConfig]):
-    """Geometric-mean policy optimization: GRPO whose ratio is the geometric mean of clipped token ratios.
+    """Geometric-mean policy optimization: GRPO whose importance ratio is the geometric mean of a completion's clipped
+    token ratios.
 
     Reference: Geometric-mean policy optimization, arXiv:2507.20673, equation 4.
     """

@@ -1,4 +1,4 @@
-"""GOLD: GKD with an additional loss for a teacher with a different tokenizer, whose tokens are aligned by their bytes."""
+"""GOLD: GKD that also supports a teacher with a different tokenizer. Tokens of the two models are aligned by their bytes."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ from posttrain.trainers.distillation import DistillationTrainer
 from posttrain.types import Advantages, Batch, Rollout, Row
 
 PROBE = "The quick brown fox."
-# A text is encoded after one of these prefixes, to avoid the tokens that a tokenizer adds at the beginning of a text.
+# A text is encoded together with one of these prefixes, so that tokens that a tokenizer adds at the beginning can be removed.
 ANCHORS = ("\n", "x", ".", "0")
 
 
 def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
-    """Split two token sequences into the shortest pairs of groups with equal bytes. Tokens after the last common
-    boundary are excluded.
+    """Align two token sequences. Both are split at every position at which they have token boundaries after the same
+    bytes. Tokens after the last common boundary are excluded.
 
     >>> byte_groups([b"ab", b"cde", b"f"], [b"a", b"b", b"cdef"])
     [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
     """
-    # For each of the two sequences: maps the end position of each token (in bytes) to the number of tokens up to this position.
+    # One dict per sequence: maps the number of bytes up to each token boundary to the number of tokens up to it.
     mine, theirs = (dict(zip(accumulate(map(len, side)), count(1), strict=False)) for side in (first, second))
     groups, i, j = [], 0, 0
     for end in sorted(mine.keys() & theirs.keys()):
@@ -142,7 +142,7 @@ class GOLDConfig(GKDConfig):
         ]
 
     def axes(self) -> Axes:
-        """Return the loss: aligned groups with ``use_uld_loss``."""
+        """Return the settings of the loss. With ``use_uld_loss``, it compares aligned groups of tokens."""
         if not self.use_uld_loss:
             return super().axes()
         return Axes(
@@ -156,7 +156,7 @@ class GOLDConfig(GKDConfig):
 
 
 class GOLD(Distillation):
-    """General online logit distillation: GKD that also supports a teacher with another tokenizer.
+    """General online logit distillation: GKD that also supports a teacher with a different tokenizer.
 
     Reference: Universal Logit Distillation, arXiv:2402.12030.
     """
@@ -165,17 +165,17 @@ class GOLD(Distillation):
 
 
 class GOLDTrainer(DistillationTrainer):
-    """General online logit distillation: GKD that also supports a teacher with another tokenizer.
+    """General online logit distillation: GKD that also supports a teacher with a different tokenizer.
 
     Args:
         model: Student to train: path, Hub id, model object or peft model.
-        teacher_model: Teacher: path, Hub id or model, or several by name. With several, the column ``teacher_id``
-            selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the teacher is set in
-            ``args``.
+        teacher_model: Teacher: path, Hub id or model object, or a mapping from names to teachers. With several teachers,
+            the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the
+            teacher is set in ``args``.
         args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
-        eval_dataset: Evaluation dataset, or several by name.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
@@ -185,7 +185,8 @@ class GOLDTrainer(DistillationTrainer):
         peft_config: Config of a new adapter to train. None: no new adapter.
         teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
             a model that was built in memory, the student's tokenizer is assumed.
-        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
+            clients.
         reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
         reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
@@ -281,16 +282,18 @@ class GOLDTrainer(DistillationTrainer):
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether the teacher uses the student's token ids. False if tokens are aligned."""
+        """Whether teacher and student use the same token ids. False with ``use_uld_loss``, which aligns their tokens."""
         return not self.args.use_uld_loss
 
     @property
     def keeps_completions(self) -> bool:
-        """Whether additional data of completions is stored. With alignment, these are the teacher's token ids."""
+        """Whether additional data is stored for each completion. With ``use_uld_loss``, it is the teacher's token ids."""
         return self.args.use_uld_loss or super().keeps_completions
 
     def check_vocabularies(self, teacher: Any, tokenizer: Tokenizer) -> None:
-        """Reject tokenizers whose tokens have no byte representation. Without alignment, compare vocabularies."""
+        """Check the two tokenizers. With ``use_uld_loss``, every token needs a byte representation. Otherwise, the
+        vocabularies must match.
+        """
         if not self.args.use_uld_loss:
             return super().check_vocabularies(teacher, tokenizer)
         match = compare_tokenizers(self.processing_class, tokenizer)
@@ -325,9 +328,10 @@ class GOLDTrainer(DistillationTrainer):
         return None
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the teacher's ids of prompt and completion, and the column ``aligned``.
+        """Return the teacher's token ids of each prompt and completion, and the token column ``aligned``.
 
-        ``aligned`` is the number (from 1) of the teacher's token for each group.
+        ``aligned`` marks one student token of each group. Its value is the position, counted from 1, of the teacher
+        token to which it is compared. All other tokens have 0.
         """
         if not self.args.use_uld_loss:
             return super().facts(rollouts, found)
@@ -335,7 +339,7 @@ class GOLDTrainer(DistillationTrainer):
         stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
         groups_made = 0
         for example, rollout in zip(rollouts.examples, rollouts.rollouts, strict=True):
-            # Remove the stop token and everything after it, because this text depends on the chat template and the teacher's
+            # Compare only the text before the stop token. What follows depends on the chat template, and the teacher's template
             # may differ.
             written = takewhile(lambda token: token not in stops, rollout.token_ids)
             spelled = [self._mine.get(token, b"") for token in written]
@@ -362,15 +366,16 @@ class GOLDTrainer(DistillationTrainer):
         return facts, replace(found, token_columns={**found.token_columns, "aligned": columns})
 
     def _prompt(self, example: dict[str, Any], rollout: Rollout) -> list[int]:
-        """Return the teacher's prompt ids. Messages are rendered with the teacher's template. Otherwise the text of the
-        student's prompt is tokenized.
+        """Return the teacher's token ids of a prompt. Messages are rendered with the teacher's chat template. For a
+        plain text, the text of the student's prompt is tokenized.
         """
         if self.vision.images:
             return list(self.teacher_vision.prompt(example, [image.picture for image in rollout.pictures]))
         if isinstance(example["prompt"], str):
             special = set(self.processing_class.all_special_ids)
             text = _longest_text(b"".join(self._mine.get(i, b"") for i in rollout.prompt_ids if i not in special))
-            # Some tokenizers add a space at the beginning of a text. Remove it, because the teacher's tokenizer adds its own.
+            # Remove a space that the student's tokenizer added at the beginning of the text. The teacher's tokenizer adds its
+            # own.
             example = {"prompt": text if example["prompt"].endswith(text) else text.removeprefix(" ")}
         kwargs = self.args.chat_template_kwargs or {}
         return tokenize_prompts([example], self.teacher_tokenizer, chat_template_kwargs=kwargs)[0]
@@ -381,8 +386,8 @@ class GOLDTrainer(DistillationTrainer):
         return [(range(i, i + 1), range(i, i + 1)) for i in range(min(len(mine), len(theirs)))]
 
     def comparison(self, batch: Batch) -> Any:
-        """Return the function that the student's output layer calls to compare aligned groups of tokens with the
-        teacher's.
+        """Return the function that compares the student's distributions with the teacher's at the aligned positions.
+        The student's output layer calls it.
         """
         if not self.args.use_uld_loss:
             return super().comparison(batch)
@@ -411,11 +416,11 @@ class GOLDTrainer(DistillationTrainer):
 
 
 def continued(tokenizer: Tokenizer, spelled: Mapping[int, bytes], text: str) -> list[int]:
-    """Encode a text that follows another text, without the space that SentencePiece adds before the first word."""
+    """Encode a text that continues another text, without the space that SentencePiece adds before its first word."""
     value = text.encode()
 
     def spells(ids: list[int]) -> int:
-        """Return how many leading bytes of the text the ids represent."""
+        """Return how many bytes at the beginning of the text these ids represent."""
         return common_prefix(b"".join(spelled[i] for i in ids), value)
 
     best = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -429,7 +434,9 @@ def continued(tokenizer: Tokenizer, spelled: Mapping[int, bytes], text: str) -> 
 
 
 def _longest_text(value: bytes) -> str:
-    """Return the longest prefix that is valid UTF-8, because a partial character cannot be encoded."""
+    """Return the longest prefix of the bytes that is valid UTF-8. The last character may be incomplete and cannot be
+    encoded then.
+    """
     try:
         return value.decode()
     except UnicodeDecodeError as error:

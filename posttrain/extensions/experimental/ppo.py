@@ -75,22 +75,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-TABLE_TEMPERATURE = 0.01  # Sampling temperature for the tables of samples.
-# If the mean KL is below KL_LOW in KL_UPDATES consecutive rollout batches, noise of the k1 estimate cannot be the reason.
+TABLE_TEMPERATURE = 0.01  # Sampling temperature of the completions that are logged as tables.
+# The k1 estimate of the KL is noisy and can be negative. A mean below KL_LOW in KL_UPDATES consecutive rollout batches is not
+# noise, so a warning is logged.
 KL_LOW, KL_UPDATES = -1.0, 5
 
 
-# Only checkpoints contain this file. A saved policy does not include the value function.
+# File of a checkpoint with the value function. A policy that is saved with `save_model` does not have this file.
 VALUE_FILE = "value_function.safetensors"
 
 
 class TokenPrompts(PromptSource):
-    """Prompts of a PPO run, with one completion each. Rows may contain token ids.
+    """Prompts of a PPO run. Each prompt gets one response. Dataset rows may contain token ids instead of text.
 
     Args:
         args: The trainer's config.
         tokenizer: Tokenizer of the policy.
-        collator: The user's collator, which converts rows with ``input_ids`` to a padded batch. None: there is none.
+        collator: Data collator of the user, which converts rows with ``input_ids`` to a padded batch. None: no
+            collator.
     """
 
     args: PPOConfig
@@ -100,15 +102,15 @@ class TokenPrompts(PromptSource):
         self.collator, self.drops_columns = collator, False
 
     def token_ids(self, rows: list[dict[str, Any]]) -> list[Any]:
-        """Return prompt token ids. Rows with ``input_ids`` are used as they are."""
+        """Return the token ids of prompts. The ``input_ids`` of a row are used without changes."""
         return [list(row["input_ids"]) for row in rows] if "input_ids" in rows[0] else super().token_ids(rows)
 
     def trial_rows(self, head: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return rows with text and dummy prompt ids, to test reward functions."""
+        """Return rows with a dummy prompt (text and token ids), with which reward functions are tested."""
         return [{**row, "prompt_ids": [0]} for row in self.readable(head[:2])]
 
     def checked_rows(self, dataset: AnyDataset, name: str) -> list[dict[str, Any]]:
-        """Validate rows. ``input_ids`` must contain a token that is not padding."""
+        """Check the rows of a dataset. ``input_ids`` must contain a token other than padding."""
         first = next(iter(dataset), None)
         if first is None or "input_ids" not in first:
             return check_prompts(dataset, name, self.tokenizer)
@@ -122,14 +124,14 @@ class TokenPrompts(PromptSource):
         return [row for _, row in zip(range(2), dataset, strict=False)]
 
     def repeats(self) -> tuple[int, int]:
-        """Return the number of prompts per rollout batch, and the number of micro-batches that train on a rollout
+        """Return the number of prompts per rollout batch, and the number of micro-batches in all passes over a rollout
         batch.
         """
         args = self.args
         return args.batch_size, args.updates * args.gradient_accumulation_steps
 
     def readable(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return rows for reward functions: token ids without padding, and their text."""
+        """Return rows for reward functions. Padding is removed from the token ids, and the prompt is added as text."""
         if not inputs or "input_ids" not in inputs[0]:
             return [dict(row) for row in inputs]
         plain = inputs
@@ -145,7 +147,9 @@ class TokenPrompts(PromptSource):
         return rows
 
     def _real(self, row: dict[str, Any]) -> list[int]:
-        """Return a row's tokens without padding, using the row's mask or the pad token."""
+        """Return the token ids of a row without padding. Padding is recognized by the row's attention mask, or else by
+        the pad token.
+        """
         ids, mask = [int(token) for token in row["input_ids"]], row.get("attention_mask")
         if mask is not None:
             return [token for token, kept in zip(ids, mask, strict=True) if kept]
@@ -155,7 +159,8 @@ class TokenPrompts(PromptSource):
 
 
 class PPOTrainer(OnlineTrainer):
-    """Proximal policy optimization with a learned value function. The KL to a reference is part of the reward.
+    """Proximal policy optimization with a learned value function. A KL penalty to a reference model is subtracted from
+    the reward.
 
     Args:
         args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
@@ -170,7 +175,7 @@ class PPOTrainer(OnlineTrainer):
         value_model: Sequence classifier with one label (or its Hub id) that is trained with the policy. None: a value
             head on the policy, so that one forward pass computes log-probs and values.
         data_collator: Function that builds a padded batch from rows with ``input_ids``. None: rows are used directly.
-        eval_dataset: Evaluation dataset, or several by name.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
         peft_config: Config of a new adapter to train. None: no new adapter.
@@ -200,7 +205,7 @@ class PPOTrainer(OnlineTrainer):
     args: PPOConfig
     prompt_source: TokenPrompts
     reference: Reference
-    # Optimizer step at which the last table of samples was logged.
+    # Optimizer step after which the last table of samples was logged.
     _table_of = -1
 
     def __init__(
@@ -233,7 +238,7 @@ class PPOTrainer(OnlineTrainer):
         args = copy.copy(as_config(PPOConfig, args or f"{Path(name).name or 'model'}-PPO"))
         self._given_collator, self._owns_tokenizer = data_collator, processing_class is None
         self._low_kl = 0
-        # Number of episodes and time when this run began.
+        # Number of responses and time at the beginning of this run.
         self._clock: tuple[float, float] | None = None
         model, self._given_reference, self._given_value = _opened(args, model, ref_model, value_model)
         args.plan(len(train_dataset) if isinstance(train_dataset, Sized) else None)
@@ -272,7 +277,7 @@ class PPOTrainer(OnlineTrainer):
         return [function for function in self.rewards.functions if isinstance(function, TokenReward)]
 
     def _join_value(self) -> None:
-        """Attach the value function to the policy, and choose a row layout that both models support."""
+        """Attach the value function to the policy, and choose a batch layout that both models support."""
         value = attach_value(self.model, self._given_value)
         if self.args.disable_dropout:
             disable_dropout_in_model(value)
@@ -283,7 +288,7 @@ class PPOTrainer(OnlineTrainer):
 
     @functools.cached_property
     def stops(self) -> tuple[int, ...]:
-        """Tokens at which generation stops."""
+        """Token ids at which generation stops."""
         chosen, vocabulary = self.args.stop_token_id, len(self.processing_class)
         if chosen is not None and not 0 <= chosen < vocabulary:
             raise ConfigError(f"stop_token_id={chosen} is not a token. Fix: use an id from 0 to {vocabulary - 1}.")
@@ -297,11 +302,11 @@ class PPOTrainer(OnlineTrainer):
         return () if chosen is None else (chosen,)
 
     def make_prompt_source(self) -> TokenPrompts:
-        """Create the source of prompts as text, messages or token ids."""
+        """Create the source of prompts. Prompts can be text, messages or token ids."""
         return TokenPrompts(self.args, self.processing_class, collator=self._given_collator)
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Prepare the datasets, and reject tokenizers and models that cannot be used, before the policy is loaded."""
+        """Prepare the datasets. An unsupported tokenizer or model raises an error before the policy is loaded."""
         _check_pad(self.processing_class, may_change=self._owns_tokenizer)
         for reward in self._token_rewards():
             check_vocabulary(self.processing_class, reward.model, "reward_model")
@@ -310,7 +315,9 @@ class PPOTrainer(OnlineTrainer):
         return super().prepare_datasets(train, evaluation)
 
     def make_reference(self) -> Reference:
-        """Create the reference: the passed model, a named adapter, the policy without its adapter, or a frozen copy."""
+        """Create the reference: the model that was passed, the policy with another adapter or without its adapter, or a
+        frozen copy.
+        """
         ref_model, adapter = self._given_reference, self.args.ref_adapter_name
         if ref_model is not None and self.args.disable_dropout:
             disable_dropout_in_model(ref_model)
@@ -319,17 +326,17 @@ class PPOTrainer(OnlineTrainer):
 
     @property
     def policy_model(self) -> Any:
-        """The policy, which is trained and saved."""
+        """The policy, which the optimizer updates and `save_model` saves."""
         return self.model
 
     @property
     def ref_model(self) -> Any:
-        """The frozen reference. None: it is the policy with another adapter or without its adapter."""
+        """The frozen reference model. None if it is the policy with another adapter or without its adapter."""
         return self.reference.copy
 
     @property
     def value_model(self) -> Any:
-        """The value function: the passed model, or the head on the policy."""
+        """The value function: the model that was passed, or the value head on the policy."""
         return value_of(self.model)
 
     # One rollout batch -----------------------------------------------------------------------------------------------
@@ -338,7 +345,7 @@ class PPOTrainer(OnlineTrainer):
         return replace(super()._hooks(), batches=self._batches, eval_batches=self._eval_batches)
 
     def _batches(self, run: Run, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
-        """Return the next micro-batch. A new rollout batch is generated after all passes over the last one."""
+        """Return the next micro-batch. After all passes over a rollout batch, generate a new one."""
         args = self.args
         pieces = args.num_mini_batches * args.gradient_accumulation_steps
         self.window.passes = args.num_ppo_epochs * pieces
@@ -347,7 +354,9 @@ class PPOTrainer(OnlineTrainer):
         return rollout.collated(run, share_prompts(self._piece(rows, *divmod(self.window.step - 1, pieces)))[0])
 
     def _piece(self, rows: list[Row], epoch: int, number: int) -> list[Row]:
-        """Return micro-batch ``number`` of a pass. In each pass, responses are assigned to mini-batches at random."""
+        """Return micro-batch ``number`` of pass ``epoch``. Every pass assigns the responses to mini-batches in a new
+        random order.
+        """
         args = self.args
         seed = (args.seed * 1_000_003 + self.window.generations) * 1_009 + epoch
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed % 2**63))
@@ -356,13 +365,13 @@ class PPOTrainer(OnlineTrainer):
         return [rows[i] for i in chosen.tolist()]
 
     def _eval_batches(self, run: Run, inputs: list[dict[str, Any]]) -> list[Batch]:
-        """Sample, score and collate one evaluation batch."""
+        """Sample and score responses to one evaluation batch, and collate them."""
         rollouts = rollout.rollout_step(run, self.prompt_source.readable(inputs), "eval")
         (rows,) = self._training_rows(run, rollouts)
         return rollout.collated(run, share_prompts(rows)[0])
 
     def make_online(self) -> Online:
-        """Create the sampling state with the temperature of the log-probs and the stop tokens."""
+        """Create the components that sample responses, with the sampling temperature and the stop tokens of PPO."""
         online = super().make_online()
 
         def sampling(run: Run) -> Sampling:
@@ -371,12 +380,12 @@ class PPOTrainer(OnlineTrainer):
         return replace(online, sampling=sampling, logps=self._measured, slices=self._training_rows)
 
     def _training_rows(self, run: Run, rollouts: RolloutBatch) -> list[list[Row]]:
-        """Convert a rollout batch to rows for mini-batches."""
+        """Convert a rollout batch to the rows from which mini-batches are taken."""
         return [training_rows(rollouts, self.args.response_length, self.pad_token_id)]
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Sample responses. Also add prompt ids for reward models, and a column that marks responses with an end
-        token.
+        """Sample responses. Add the token ids of the prompts, for reward models, and the column ``ended``, which is 1
+        for responses with an end token.
         """
         batch = super().sample(examples, settings)
         ended = [float(not self.end_ids.isdisjoint(one.token_ids)) for one in batch.rollouts]
@@ -384,7 +393,9 @@ class PPOTrainer(OnlineTrainer):
         return replace(batch, columns={"ended": ended}, extra=batch.extra | {"prompt_ids": prompts})
 
     def _measured(self, run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
-        """Compute log-probs and values under the policy in one pass, then log-probs under the reference."""
+        """Compute log-probs and values of all responses in one forward pass of the policy, and log-probs in one of the
+        reference.
+        """
         rows = plain_rows(rollouts, self.args.response_length, self.pad_token_id)
         with self.run.inference() as policy:
             measured = self.measure(policy, rows, frozenset({"logp", "values"}))
@@ -397,10 +408,10 @@ class PPOTrainer(OnlineTrainer):
 
     @torch.no_grad()
     def measure(self, model: nn.Module, rows: Sequence[Row], needs: frozenset[str]) -> dict[str, list[list[float]]]:
-        """Compute per-token values of every response with the training forward pass."""
+        """Compute log-probs or values of every response's tokens, with the same forward pass as in training."""
         chunk = self.args.logits_chunk_size
         size, result = self.args.local_rollout_forward_batch_size, {name: [[]] * len(rows) for name in needs}
-        # Batches, each with the row indices of its responses.
+        # Each item: a batch, and the index in ``rows`` of each of its responses.
         batches: list[tuple[Batch, list[int]]] = []
         for start in range(0, len(rows), size):
             part, places = share_prompts(rows[start : start + size])
@@ -420,7 +431,7 @@ class PPOTrainer(OnlineTrainer):
         return result
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
-        """Compute advantages, count responses, and check the KL."""
+        """Compute the advantages, count the responses, and warn if the KL estimate is too low."""
         found = super().advantages(rollouts, rewards, logps)
         divergence, eos_id = found.metrics["objective/kl"], self.processing_class.eos_token_id
         eos = sum(rollout.token_ids.count(eos_id) for rollout in rollouts.rollouts)
@@ -444,7 +455,7 @@ class PPOTrainer(OnlineTrainer):
     # One optimizer step ----------------------------------------------------------------------------------------------
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Create the learning-rate scheduler of transformers. The rate is constant for the steps of one rollout batch."""
+        """Create a learning-rate scheduler of transformers. The rate stays constant during all steps on one rollout batch."""
         users_own = self.lr_scheduler is not None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if not users_own and isinstance(scheduler, LambdaLR):
@@ -455,7 +466,9 @@ class PPOTrainer(OnlineTrainer):
         return scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add ``lr``, ``episode``, and ``eps`` (responses per second since training began)."""
+        """Add the learning rate ``lr``, the number of responses ``episode``, and responses per second since the start
+        ``eps``.
+        """
         if "loss" in logs and self._clock is not None:
             done, (before, began) = self.counters["episode"], self._clock
             logs |= {"lr": logs.get("learning_rate", math.nan), "episode": done}
@@ -465,14 +478,14 @@ class PPOTrainer(OnlineTrainer):
     # Saving and loading ----------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        # The state dict also contains the value function. Keep only the policy's tensors.
+        # A complete state dict also contains the value function. Keep only the policy's tensors.
         if state_dict is not None:
             state_dict = {k: v for k, v in state_dict.items() if "v_head." not in k and "value_model." not in k}
         with without_value(self.model):
             super()._save(output_dir, state_dict)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the policy. A checkpoint also has the value function in a separate file."""
+        """Save the policy. In a checkpoint, also save the value function to a separate file."""
         super().save_model(output_dir, _internal_call)
         if _internal_call and output_dir and self.args.should_save and not parallel.shards_parameters(self.accelerator):
             tensors = {key: tensor.contiguous() for key, tensor in value_state(self.model).items()}
@@ -487,7 +500,7 @@ class PPOTrainer(OnlineTrainer):
 
     def _load_parts(self, folder: str, load_policy: Callable[[], None]) -> None:
         if parallel.shards_parameters(self.accelerator):
-            # A sharded state contains both the policy and the value function.
+            # A sharded checkpoint contains policy and value function together.
             load_policy()
             return
         with without_value(self.model):
@@ -508,7 +521,7 @@ class PPOTrainer(OnlineTrainer):
         if not wanted or self.eval_dataset is None or self._table_of == step:
             return
         if step % max(1, self.state.max_steps // wanted) == 0:
-            # Store the step, so that the table is not logged again at the end of training.
+            # Store the step, so that the end of training does not log the same table again.
             self._table_of = step
             self.generate_completions(sampling=True)
 
@@ -516,7 +529,7 @@ class PPOTrainer(OnlineTrainer):
         """Sample answers to ``eval_dataset`` at temperature 0.01, score them, and write ``eval_completions.parquet``.
 
         Args:
-            sampling: Whether to use only the first evaluation batch.
+            sampling: Whether to use only the first batch of ``eval_dataset``.
 
         Returns:
             One row per answer of all processes: prompt, completion and rewards.
@@ -536,7 +549,9 @@ class PPOTrainer(OnlineTrainer):
         return rows
 
     def _answers(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
-        """Sample answers to one evaluation batch. A rank without rows samples too, because sampling is a collective."""
+        """Sample answers to one evaluation batch. Sampling is a collective operation, so a rank without rows must
+        sample too.
+        """
         examples = self.prompt_source.readable(inputs or [dict(self.spare_example)])
         settings = rollout.settings_of(self.run, "table")
         cold = replace(settings.sampling, temperature=TABLE_TEMPERATURE)
@@ -545,7 +560,7 @@ class PPOTrainer(OnlineTrainer):
 
 
 def _opened(args: PPOConfig, model: nn.Module, ref_model: Any, value_model: Any) -> tuple[Any, Any, Any]:
-    """Return policy, reference and value function. Strings are loaded.
+    """Return policy, reference and value function. Models that are paths or Hub ids are loaded.
 
     Raises:
         ConfigError: The reference is the policy itself, or its adapter does not exist.
@@ -569,7 +584,7 @@ def _opened(args: PPOConfig, model: nn.Module, ref_model: Any, value_model: Any)
 
 
 def _reward_functions(reward_model: Any, args: PPOConfig) -> list[Any]:
-    """Wrap reward models as functions of token ids. Other reward functions are returned unchanged."""
+    """Convert reward models to reward functions of token ids. Other reward functions are returned unchanged."""
     rewards = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
     if not rewards or any(reward is None for reward in rewards):
         raise ConfigError(
@@ -594,14 +609,14 @@ def _classifier(model: str | nn.Module, args: PPOConfig, *, new_head: bool = Tru
 
 
 def _check_pad(tokenizer: Tokenizer, *, may_change: bool) -> None:
-    """Reject a pad token that equals the eos token, because padded rows would be ambiguous.
+    """Reject a pad token that is also the eos token, because the end of a padded response could not be recognized.
 
     Args:
         tokenizer: Tokenizer of the policy.
         may_change: Whether the trainer loaded the tokenizer and may set another pad token.
 
     Raises:
-        ConfigError: Both are the same token.
+        ConfigError: The pad token equals the eos token and cannot be changed.
     """
     if tokenizer.pad_token_id is None:
         resolve_pad_token(tokenizer)

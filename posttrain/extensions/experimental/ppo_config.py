@@ -1,4 +1,4 @@
-"""`PPOConfig`: options of rollout batches, of the passes over them, and of advantages."""
+"""`PPOConfig`: options of PPO for rollout batches, for the passes over a rollout batch, and for advantages."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from posttrain.rewards.runner import transform_names
 from posttrain.rollouts.engines import EXACT
 
 ESTIMATORS = ("k1", "k3")
-# Minimum number of responses per mini-batch and process for which rewards can be whitened.
+# Minimum number of responses per mini-batch and process with which rewards may be whitened.
 WHITEN_LEAST = 8
 
 
 class _OneCompletion:
-    """Values of `OnlineTrainer` options for PPO, which samples one completion per prompt."""
+    """Options that `OnlineTrainer` needs, with the only values that PPO supports. PPO samples one completion per prompt."""
 
     num_generations = 1
     num_generations_eval = None
-    # Number of passes over a micro-batch. The number of epochs is ``num_ppo_epochs``.
+    # Number of consecutive passes over one micro-batch. The passes of PPO over a rollout batch are ``num_ppo_epochs``.
     num_iterations = 1
     dynamic_sampling = 0
     mask_truncated_completions = False
-    # The KL divergence is part of the reward (``kl_coef``), not of the loss.
+    # Weight of the KL divergence in the loss. PPO subtracts the KL divergence from the reward instead (``kl_coef``).
     beta = 0.0
     top_p = 1.0
     top_k = 0
@@ -49,9 +49,10 @@ class _OneCompletion:
 class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     """Arguments of `PPOTrainer`.
 
-    A rollout batch has ``per_device_train_batch_size x gradient_accumulation_steps x processes`` responses. Each of
-    ``num_ppo_epochs`` passes splits it at random into ``num_mini_batches`` mini-batches. Each mini-batch is one optimizer step.
-    ``logging_steps``, ``save_steps``, ``eval_steps`` and ``max_steps`` count optimizer steps.
+    A rollout batch has ``per_device_train_batch_size x gradient_accumulation_steps x processes`` responses. PPO makes
+    ``num_ppo_epochs`` passes over it. In each pass, it is split at random into ``num_mini_batches`` mini-batches, and
+    each mini-batch is one optimizer step. ``logging_steps``, ``save_steps``, ``eval_steps`` and ``max_steps`` count
+    optimizer steps.
 
     Reference: Proximal policy optimization algorithms, arXiv:1707.06347.
     """
@@ -216,7 +217,7 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
             raise ConfigError("auto_find_batch_size=True would change the size of a rollout batch. Disable it.")
 
     def refused_engines(self) -> dict[str, str]:
-        """Return the engines that PPO excludes for ``rollout_engine="auto"``, with reasons."""
+        """Return the engines that PPO does not use for ``rollout_engine="auto"``, each with the reason."""
         foreign = "PPO does not correct log-probs of another attention or of a copy of the weights"
         return {"vllm": foreign, "paged": foreign}
 
@@ -231,7 +232,7 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
             )
 
     def _resolve_batches(self) -> None:
-        """Compute the sizes of rollout batch and mini-batches in responses."""
+        """Compute the numbers of responses per rollout batch and per mini-batch."""
         rule = "num_mini_batches must divide per_device_train_batch_size x gradient_accumulation_steps"
         self.micro_batch_size = self.per_device_train_batch_size * self.world_size
         self.local_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps
@@ -245,7 +246,7 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
             )
 
     def plan(self, rows: int | None) -> None:
-        """Set the number of rollout batches, optimizer steps, and micro-batches per step.
+        """Compute the numbers of rollout batches, of optimizer steps, and of micro-batches per optimizer step.
 
         Args:
             rows: Number of rows of the training set. None: unknown.
@@ -261,11 +262,11 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
 
     @property
     def passes_per_step(self) -> int:
-        """Number of micro-batches per mini-batch, which is one optimizer step."""
+        """Number of micro-batches per mini-batch. Each mini-batch is one optimizer step."""
         return max(1, math.ceil(self.local_mini_batch_size / int(self.per_device_train_batch_size)))
 
     def take_batch_size(self, size: int) -> None:
-        """Set the per-device batch size. Rollout batch and mini-batch keep their sizes; see
+        """Set the per-device batch size without changing the sizes of rollout batch and mini-batch; see
         `PostTrainingConfig.take_batch_size`.
         """
         self.per_device_train_batch_size, self.auto_batch_size = size, False
@@ -281,12 +282,12 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
 
     @property
     def generation_batch_size(self) -> int:
-        """Number of responses of a rollout batch, over all processes."""
+        """Number of responses per rollout batch, over all processes."""
         return self.batch_size
 
     @property
     def steps_per_generation(self) -> int:
-        """Number of batches of ``per_device_train_batch_size`` rows that the loader returns at once."""
+        """Number of batches of ``per_device_train_batch_size`` rows that the data loader returns at once."""
         return self.local_batch_size // self.per_device_train_batch_size
 
     @property

@@ -31,15 +31,16 @@ if TYPE_CHECKING:
     from posttrain.rewards.runner import RewardTable
     from posttrain.types import LogProbs
 
-# Name of the count of states that have a value. It differs from the number of tokens in the loss.
+# Name of the count of states, which is the denominator of the value loss. It differs from the number of tokens in the loss.
 STATES = "states"
 
 
 def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
-    """Compute ``-min(r A, clip(r, 1 - c, 1 + c) A)`` per token plus ``vf_coef`` times the clipped value loss per state.
+    """Compute ``-min(r A, clip(r, 1 - c, 1 + c) A)`` per token, plus ``vf_coef`` times the clipped value loss per
+    state.
 
-    Both are averaged over the mini-batch: the policy loss over its tokens, the value loss over its states. A response
-    that ended early has one more state than tokens.
+    The policy loss is averaged over the tokens of the mini-batch, the value loss over its states. If a response ended
+    early, it has one more state than tokens.
 
     Args:
         out: ``logp``, ``values`` and (for metrics) ``entropy``, ``(B, T)``.
@@ -75,20 +76,21 @@ def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
 
 
 def states_mask(batch: Batch) -> Tensor:
-    """Return a mask ``(B, T)`` of positions at which the value function is trained."""
+    """Return a mask ``(B, T)`` of the positions at which the value function is trained."""
     return batch.columns["states"] > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """S responses of one rank on a ``(S, T)`` grid. T is the maximum number of tokens of a response.
+    """Advantages and returns of the S responses of one rank as ``(S, T)`` tensors. T is the maximum number of tokens of
+    a response.
 
     Attributes:
-        advantages: Advantages, whitened over the rollout batch of all ranks; 0 outside ``tokens``.
-        returns: Targets of the value function.
-        tokens: Mask of tokens of scored responses.
-        states: Mask of states with a value.
-        metrics: ``objective/*``.
+        advantages: Advantages, whitened over the rollout batch of all ranks. 0 where ``tokens`` is False.
+        returns: Targets of the value function at each state.
+        tokens: Mask of the tokens of responses that have a score.
+        states: Mask of the states of responses that have a score.
+        metrics: Metrics with the prefix ``objective/``.
     """
 
     advantages: Tensor
@@ -99,10 +101,10 @@ class Episodes:
 
 
 def plain_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
-    """Convert each response to a row. One pad token without loss is appended to a response that ended early.
+    """Convert each response to a row. If a response ended early, one pad token is appended, which has no loss.
 
-    The pad token represents the state after the last token. It is predicted from the hidden state of the last token.
-    `token_rewards` assigns the score to the value at this position.
+    The pad token represents the state after the last token. Its value is computed from the hidden state of the last
+    token. `token_rewards` adds the score to the reward of this state.
     """
     rows = []
     for rollout in generation.rollouts:
@@ -115,14 +117,15 @@ def plain_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list
 def episodes(
     rollouts: RolloutBatch, logps: LogProbs, scores: Tensor, cfg: PPOConfig, merged: Callable[[Moments], Moments]
 ) -> Episodes:
-    """Subtract the KL, add the score, estimate advantages, and whiten them over all ranks.
+    """Compute the reward of each token from the KL penalty and the score. Then estimate advantages and whiten them over
+    all ranks.
 
     Args:
         rollouts: This rank's responses.
-        logps: ``old_logp``, ``ref_logp`` and ``old_values`` per token of `plain_rows`.
-        scores: ``(S,)`` scores. NaN: no reward function applied, and the response is excluded from training.
+        logps: ``old_logp``, ``ref_logp`` and ``old_values`` for each token of the rows that `plain_rows` returns.
+        scores: ``(S,)`` scores. NaN: no reward function applied, so the response is excluded from training.
         cfg: Config with ``response_length``, ``kl_coef``, ``kl_estimator``, ``gamma``, ``lam`` and ``whiten_rewards``.
-        merged: Function that merges moments of this rank with those of all ranks.
+        merged: Function that combines the moments (count, mean, squared deviations) of this rank with those of all other ranks.
     """
     width, scored = cfg.response_length, ~scores.isnan()
     grids = {name: _grid(logps[name], width) for name in ("old_logp", "ref_logp", "old_values")}
@@ -153,7 +156,7 @@ def _whitened(values: Tensor, mask: Tensor, merged: Callable[[Moments], Moments]
 
 
 def _grid(lists: list[list[float]], width: int) -> Tensor:
-    """Convert lists of different lengths to ``(S, T)`` float64, padded with 0."""
+    """Convert lists of different lengths to a float64 tensor ``(S, width)``, padded with 0."""
     grid = torch.zeros(len(lists), width, dtype=torch.float64)
     for row, numbers in enumerate(lists):
         grid[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
@@ -161,7 +164,7 @@ def _grid(lists: list[list[float]], width: int) -> Tensor:
 
 
 def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
-    """Return `plain_rows` with the columns of `ppo_objective`."""
+    """Return the rows of `plain_rows` with the columns that `ppo_objective` reads."""
     names, columns = ("old_logp", "old_values", "advantages", "returns", "states"), generation.token_columns
     return [
         replace(
@@ -174,7 +177,7 @@ def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> l
 
 
 def token_lists(found: Episodes, sizes: Sequence[int]) -> dict[str, list[list[float]]]:
-    """Convert `Episodes` to one list per response, with the length of the row of `plain_rows`."""
+    """Convert `Episodes` to one list per response. Each list has one number per token of the response's row in `plain_rows`."""
     grids = {"advantages": found.advantages, "returns": found.returns}
     grids |= {"states": found.states.double(), "trained": found.tokens.double()}
     return {name: [row[:size].tolist() for row, size in zip(grid, sizes, strict=True)] for name, grid in grids.items()}
@@ -197,13 +200,14 @@ class PPO(Method[PPOConfig]):
 
     @property
     def temperature(self) -> float:
-        """The config's temperature plus 1e-7, as in TRL, for sampling and all log-probs."""
+        """Temperature of sampling and of all log-probs: the config's temperature plus 1e-7, as in TRL."""
         return self.cfg.temperature + 1e-7
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute whitened GAE advantages over rewards with the KL subtracted, and returns for the value function.
+        """Compute whitened GAE advantages, and returns for the value function. The KL penalty is subtracted from the
+        rewards.
 
-        ``rollouts.columns["ended"]`` marks responses with an end token.
+        ``rollouts.columns["ended"]`` is 1 for responses with an end token.
         """
         cfg, mine = self.cfg, slice(rewards.start, rewards.start + len(rollouts.rollouts))
         totals = weighted_total(rewards.values, rewards.weights)
@@ -228,11 +232,11 @@ class PPO(Method[PPOConfig]):
         return ppo_objective(outputs, batch, self.cfg)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Count the states with a value, the denominator of the value loss."""
+        """Count the states of scored responses. The value loss is divided by this number."""
         return {STATES: float(sum(states_mask(batch).sum() for batch in batches))}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Compute the mean and variance of the ratio from the mean and variance of its difference to 1."""
+        """Compute the mean and the variance of the importance ratio r from those of r - 1."""
         if "val/ratio" in metrics:
             excess = metrics["val/ratio"]
             metrics["val/ratio_var"] = max(metrics["val/ratio_var"] - excess * excess, 0.0)

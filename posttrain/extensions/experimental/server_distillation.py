@@ -30,9 +30,9 @@ class ServerDistillationTrainer(DistillationTrainer):
     Args:
         model: Student to train: path, Hub id, model object or peft model.
         args: Training arguments. ``teacher_model_server_url`` contains the addresses of the teachers.
-        train_dataset: Dataset with ``prompt``, and ``teacher_id`` if several teachers are not mixed by
-            ``teacher_weights``.
-        eval_dataset: Evaluation dataset, or several by name.
+        train_dataset: Dataset with the column ``prompt``. With several teachers, it also needs ``teacher_id``, unless
+            ``teacher_weights`` mixes the teachers.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
@@ -40,7 +40,8 @@ class ServerDistillationTrainer(DistillationTrainer):
         peft_config: Config of a new adapter to train. None: no new adapter.
         teacher_processing_class: Tokenizer of the teachers. None: loaded from the model id that the server reports, if
             possible.
-        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
+            clients.
         rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
@@ -50,7 +51,7 @@ class ServerDistillationTrainer(DistillationTrainer):
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
 
-    Reference: GKD, arXiv:2306.13649; several teachers by row: MOPD, arXiv:2606.30406.
+    Reference: GKD, arXiv:2306.13649; one teacher per dataset row: MOPD, arXiv:2606.30406.
 
     >>> args = ServerDistillationConfig("runs/server", teacher_model_server_url="http://127.0.0.1:8000")  # doctest: +SKIP
     >>> ServerDistillationTrainer(student, args, train_dataset=prompts).train()  # doctest: +SKIP

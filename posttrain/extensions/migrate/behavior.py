@@ -1,5 +1,5 @@
-"""`changed_defaults`: options whose default changed. `PACKING`, `EOS`: other code that runs, but not as in older
-releases.
+"""`changed_defaults`: options whose default changed since older TRL releases. `PACKING` and `EOS`: notes about code
+that still runs, but behaves differently than in older releases.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ EOS = (
     "SFTTrainer: TRL 0.7 to 0.15 appended no EOS token to plain text that is not packed. posttrain appends one and trains it, as "
     "TRL has done since 0.16. To train without it, pass tokenized rows (input_ids)."
 )
-# Arguments that no TRL release with the option packing_strategy has. A script that uses them was written for an older release.
+# Arguments that TRL removed before it added packing_strategy. A script that uses one of them was written for an older release.
 REMOVED = {"tokenizer", "max_seq_length", "evaluation_strategy", "num_of_sequences", "chars_per_token"}
 
 
 def changed_defaults(kind: type, given: Collection[str]) -> str:
-    """Return the older defaults of the options that a config does not set, or "" if there are none."""
+    """Return a note with the older defaults of all options that a config does not set. Empty if no default changed."""
     owners = {base.__name__ for base in kind.__mro__} | {"Config"}
     names = {item.name for item in fields(kind)} - {*given}
     found = []

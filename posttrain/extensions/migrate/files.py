@@ -1,4 +1,4 @@
-"""Find files, rewrite them, and print the differences and the places that must be changed manually. `run` is the command."""
+"""Finds files, migrates them, and prints the differences and the places that must be changed manually. `run` is the command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Rewritten(NamedTuple):
 
     Attributes:
         before: Text of the file. For a notebook, the text of each code cell.
-        after: The same parts after the migration.
+        after: The same text, or texts, after the migration.
         text: New content of the file.
         notes: Places that must be changed or checked manually.
     """
@@ -38,7 +38,7 @@ class Rewritten(NamedTuple):
 
 
 def migrate_file(path: Path) -> Rewritten:
-    """Convert a file in memory. The file is not written.
+    """Convert a file in memory, without writing it.
 
     Raises:
         DataError: The file cannot be parsed. The error contains the file and the line.
@@ -68,7 +68,7 @@ def migrate_file(path: Path) -> Rewritten:
 
 
 def _notebook(text: str, path: Path) -> Rewritten:
-    """Convert the code cells of a notebook as one script. A comment marks the beginning of each cell."""
+    """Convert the code cells of a notebook as one script. In this script, a comment marks the beginning of each cell."""
     from posttrain.extensions.migrate.scripts import migrate_script, parsed
     from posttrain.extensions.migrate.shell import migrate_shell
 
@@ -105,7 +105,7 @@ def _notebook(text: str, path: Path) -> Rewritten:
 
 
 def hide_magics(cell: str) -> str:
-    """Replace lines with IPython syntax by one-line Python statements that contain the text of the line."""
+    """Replace each line with IPython syntax by a Python statement that contains the original line as text."""
     if cell.lstrip().startswith("%%"):
         return MAGIC + json.dumps(cell)
     lines, inside = [], False

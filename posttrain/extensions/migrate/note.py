@@ -11,9 +11,9 @@ class Note(NamedTuple):
 
     Attributes:
         line: Number of the line in the file, or in the cell of a notebook. The first line is 1.
-        text: What must be changed or checked, and how.
+        text: What must be changed or checked, and in which way.
         cell: Number of the notebook's cell. The first cell is 1.
-        check: Whether the code runs, but not as in older releases.
+        check: Whether the code still runs, but behaves differently than in older releases.
     """
 
     line: int
@@ -22,5 +22,5 @@ class Note(NamedTuple):
     check: bool = False
 
     def at(self, path: Path) -> str:
-        """Format the place and the text."""
+        """Return the file, the line and the text, formatted for the terminal."""
         return f"{path}:{f'cell {self.cell}:' if self.cell else ''}{self.line}: {self.text}"

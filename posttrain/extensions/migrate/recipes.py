@@ -1,4 +1,4 @@
-"""`migrate_recipe`: rename old options in a YAML file. Lines are changed one by one, so that comments are preserved."""
+"""`migrate_recipe`: renames old options in a YAML file. Lines are changed one by one, so that comments are preserved."""
 
 from __future__ import annotations
 
@@ -71,14 +71,16 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
 
 
 def _row_of(cls: type, name: str, options: dict[str, Any]) -> Any:
-    """Return the row of an old option. Without ``use_vllm``, options of vLLM had no effect."""
+    """Return the table's row for an old option. If ``use_vllm`` is not set, options of vLLM had no effect."""
     row: Any = old_names.row_of(cls, name, options[name])
     unused = row.action == "refuse" and name.startswith("vllm_") and not options.get("use_vllm")
     return row._replace(action="ignore") if unused else row
 
 
 def _keep_behavior(config: type, node: yaml.MappingNode, options: dict[str, Any], lines: list[str]) -> list[Note]:
-    """Keep the packing of older releases if the file has old options. Return notes about changed defaults."""
+    """Add the option that keeps the packing of older releases, if the file has old options. Return notes about changed
+    defaults.
+    """
     rows = {name: old_names.row_of(config, name) for name in options.keys() - config.__dataclass_fields__.keys()}
     old = {name: row.replacement.partition("=")[0] for name, row in rows.items() if row}
     notes = []
@@ -95,7 +97,7 @@ def _keep_behavior(config: type, node: yaml.MappingNode, options: dict[str, Any]
 
 
 def _convert_value(kinds: Any, key: Any, value: Any, given: object, lines: list[str], notes: list[Note]) -> None:
-    """Replace an old value of an option that still exists, or add a note about the replacement."""
+    """Replace an outdated value of an option that still exists. If that is not possible, add a note."""
     found = (value_row(kind, key.value, given) for kind in kinds if given is not None)
     row = next((row for row in found if row), None)
     if row is not None and row.action == "refuse":
@@ -108,8 +110,8 @@ def _convert_value(kinds: Any, key: Any, value: Any, given: object, lines: list[
 
 
 def config_of(options: dict[str, Any]) -> type:
-    """Return the config class that has the largest number of these options. Options that a config refuses count less.
-    If several classes have the same number, the first is returned.
+    """Return the config class to which most of these options belong. Options that a config rejects count less. If
+    several classes have equally many, the first is returned.
     """
 
     def known(kind: type) -> float:

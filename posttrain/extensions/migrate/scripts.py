@@ -1,4 +1,4 @@
-"""`migrate_script`: migrate a script of TRL, based on the table in `posttrain.compat.trl_names`. The formatting is kept."""
+"""`migrate_script`: migrates a script of TRL with the table in `posttrain.compat.trl_names`. The formatting is preserved."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class Script(cst.CSTVisitor):
                 self.classes[local] = known
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        """Record a subclass, and add notes about its methods that this package never calls."""
+        """Record a subclass. Add notes about methods of it that this package never calls."""
         parts = [part for item in node.body.body if isinstance(item, cst.SimpleStatementLine) for part in item.body]
         self.own[node.name.value] = {code(part.target): part for part in parts if isinstance(part, cst.AnnAssign)}
         if any(code(item.value) in PARSERS for item in node.bases):
@@ -207,7 +207,7 @@ class Script(cst.CSTVisitor):
                 )
 
     def kind_of(self, node: cst.BaseExpression) -> Any:
-        """Return the class of this package to which an expression refers, or None."""
+        """Return the class of this package that an expression names, or None."""
         name = get_full_name_for_node(node) or ""
         head, _, last = name.rpartition(".")
         if name == f"transformers.{SHARED}":
@@ -258,7 +258,7 @@ class Script(cst.CSTVisitor):
                     self.kinds[item.value.value] = kind
 
     def collect_moves(self) -> None:
-        """Find arguments of trainers that are now options of configs, and the calls of these configs."""
+        """Find arguments of trainers that have become options of configs, and the calls that create these configs."""
         self.is_old = "ConstantLengthDataset" in self.imported.values()
         for call, kind in self.calls.items():
             self.is_old |= bool(REMOVED & by_name(call).keys()) or (
@@ -299,7 +299,9 @@ class Script(cst.CSTVisitor):
             self.moved[call] = {arg.keyword.value for arg in moved if arg.keyword}
 
     def drop_collator(self, call: cst.Call) -> None:
-        """Mark the collator of preference rows of TRL 0.7 to 0.11 for removal, because trainers create their own."""
+        """Mark the collator of preference rows for removal (TRL 0.7 to 0.11), because trainers now create their own
+        collator.
+        """
         given = by_name(call).get("data_collator")
         name = code(given.value.func) if given is not None and isinstance(given.value, cst.Call) else ""
         if self.imported.get(name) == COLLATOR:
@@ -310,8 +312,8 @@ class Script(cst.CSTVisitor):
                 self.notes = [note for note in self.notes if not note.text.startswith(f"{COLLATOR} does not exist")]
 
     def note_readers(self) -> None:
-        """Add notes about parsers that read ``TrainingArguments``, whose options of older releases they refuse, and about
-        changed defaults of other configs.
+        """Add notes about parsers that read ``TrainingArguments``, because they reject options of older releases. Also
+        add notes about changed defaults of other configs.
         """
         configs = {kind.config_class for kind in self.calls.values() if not is_dataclass(kind)}
         config = configs.pop() if len(configs) == 1 else posttrain.PostTrainingConfig
@@ -424,7 +426,7 @@ class Rewriter(cst.CSTTransformer):
         return cst.FlattenSentinel(lines)
 
     def without_unused(self, line: cst.SimpleStatementLine, node: cst.ImportFrom) -> cst.SimpleStatementLine:
-        """Remove the names of transformers that this package replaces from an import, unless it has no other names."""
+        """Remove names of transformers that this package replaces from an import. If no other name is left, keep the import."""
         unused = {PLAIN_PARSER} & self.script.renamed.keys()
         unused |= {SHARED} if self.script.is_free_of_shared() else set()
         parts: Any = node.names
@@ -493,7 +495,7 @@ class Rewriter(cst.CSTTransformer):
             config = self.converted(original_node, kind.config_class, config)
             call = with_argument(call, cst.Arg(config, cst.Name("args"), equal=equal_sign(call)))
         for arg in self.script.added.get(original_node, ()):
-            # In TRL, an argument passed to the trainer overrode the option.
+            # In TRL, an argument of the trainer had priority over the config's option.
             keyword = arg.keyword
             is_given = keyword is not None and keyword.value in by_name(call)
             call = (
@@ -507,7 +509,7 @@ class Rewriter(cst.CSTTransformer):
         return self.converted(original_node, kind, call)
 
     def with_old_flags(self, call: cst.Call) -> cst.Call:
-        """Replace a parsing method of transformers with the method that converts options of older releases."""
+        """Replace a parsing method of transformers by the method of this package that converts options of older releases."""
         name = get_full_name_for_node(call.func) or ""
         variable, _, method = name.partition(".")
         kinds = self.script.parsers.get(variable, ())
@@ -516,7 +518,7 @@ class Rewriter(cst.CSTTransformer):
         return call.with_changes(func=dotted(f"{variable}.parse_args_and_config"))
 
     def look_into(self, arg: cst.Arg, kind: type) -> None:
-        """Add notes about old names in a mapping that a call unpacks."""
+        """Add notes about old names in a mapping that is unpacked in a call (``**mapping``)."""
         keys = keys_of(arg.value) or self.script.mappings.get(code(arg.value))
         if keys is None:
             self.script.note(arg, f"{kind.__name__}({code(arg).strip(', ')}): names in the mapping were not checked.")
@@ -543,7 +545,7 @@ class Rewriter(cst.CSTTransformer):
         return self.checked(node, kind, call)
 
     def checked(self, node: cst.Call, kind: type, call: cst.Call) -> cst.Call:
-        """Keep the packing of older releases, and add notes about changed defaults and the EOS token."""
+        """Add the option that keeps the packing of older releases. Add notes about changed defaults and the EOS token."""
         script, given = self.script, by_name(call)
         if issubclass(kind, posttrain.SFTTrainer):
             made = script.config_call(given_config(kind, node))
@@ -571,7 +573,7 @@ class Rewriter(cst.CSTTransformer):
         return call
 
     def value(self, node: cst.Call, call: cst.Call, name: str, row: TRLName) -> cst.Call:
-        """Convert an old value of an argument that still exists."""
+        """Replace an outdated value of an argument that still exists."""
         if row.action == "ignore":
             return without(call, name)
         given = code(by_name(call)[name].value)
@@ -581,7 +583,7 @@ class Rewriter(cst.CSTTransformer):
         return exchanged(call, name, cst.Name(name), cst.parse_expression(f"{given[-1]}{row.replacement}{given[-1]}"))
 
     def argument(self, node: cst.Call, kind: type, call: cst.Call, name: str, row: TRLName) -> cst.Call:
-        """Convert one argument."""
+        """Rename, move or remove one argument, as its row of the table requires."""
         given = by_name(call)
         arg, value = given[name], value_of(given[name].value)
         target, _, literal = row.replacement.partition("=")
@@ -618,7 +620,7 @@ class Rewriter(cst.CSTTransformer):
         return exchanged(call, "dataset_kwargs", cst.Name("dataset_kwargs"), cst.parse_expression(repr(kept)))
 
     def with_key(self, node: cst.Call, call: cst.Call, name: str, option: str, key: str) -> cst.Call:
-        """Move an argument into the mapping that another argument contains."""
+        """Move an argument into a mapping that another argument contains, under a key."""
         given = by_name(call)
         element = cst.DictElement(cst.SimpleString(f'"{key}"'), given[name].value)
         if option not in given:
@@ -634,7 +636,7 @@ class Rewriter(cst.CSTTransformer):
         return without(exchanged(call, option, cst.Name(option), mapping), name)
 
     def with_loss(self, node: cst.Call, kind: type, call: cst.Call, name: str, loss: str) -> cst.Call:
-        """Convert the weight of a loss to an entry of ``loss_type`` and an entry of ``loss_weights``."""
+        """Convert the weight of a loss term to one entry each in ``loss_type`` and ``loss_weights``."""
         given = by_name(call)
         losses = value_of(given["loss_type"].value) if "loss_type" in given else old_names.default_losses(kind)
         losses = [losses] if isinstance(losses, str) else losses
@@ -669,7 +671,7 @@ def with_dtype(call: cst.Call) -> cst.Call:
 
 
 def missing(name: str, row: TRLName) -> str:
-    """Return the text about a name without an equivalent."""
+    """Return a note about a name that has no equivalent in this package."""
     fix = advice(row.replacement)
     return f"{name} does not exist in posttrain. {fix[0].upper()}{fix[1:]}."
 
@@ -702,9 +704,7 @@ def class_of(name: str) -> Any:
 
 
 def place_of(name: str, module: str, *, moves: bool = True) -> tuple[str, str]:
-    """Return the module and the new name for a name of TRL. With ``moves``, the module of public names is
-    ``posttrain``.
-    """
+    """Return the module and the new name for a name of TRL. With ``moves``, public names are imported from ``posttrain``."""
     row = imports().get(name)
     if row is not None and row.action == "rename":
         path, _, new = row.replacement.rpartition(".")
@@ -723,8 +723,8 @@ def given_config(kind: type, call: cst.Call) -> cst.BaseExpression | None:
 
 
 def row_of(kind: Any, name: str, value: object = ANY) -> TRLName | None:
-    """Return the row of the table for an argument. For a trainer, the row may also be that of a refused option of the
-    trainer's config.
+    """Return the table's row for an argument. If the argument of a trainer has no row, use the row of the config option
+    of this name, unless that option is only renamed.
     """
     row = old_names.row_of(kind, name, value)
     if row is None and not is_dataclass(kind) and old_names.unknown_arguments(kind, [name]):
@@ -744,7 +744,7 @@ def keys_of(node: cst.BaseExpression) -> list[str] | None:
 
 
 def without_vllm(call: cst.Call) -> bool:
-    """Return whether a config does not use vLLM, so that its options of vLLM have no effect."""
+    """Return whether a config is created without vLLM. Its options of vLLM then had no effect."""
     given = by_name(call)
     return not any(arg.star for arg in call.args) and (
         "use_vllm" not in given or value_of(given["use_vllm"].value) is False
@@ -784,7 +784,7 @@ def dotted(path: str) -> Any:
 
 
 def renamed_package(node: cst.BaseExpression) -> Any:
-    """Replace ``trl`` at the start of a dotted name."""
+    """Replace ``trl`` by this package at the start of a dotted name."""
     name = get_full_name_for_node(node) or ""
     first, dot, rest = name.partition(".")
     return dotted(f"posttrain{dot}{rest}") if first == "trl" else node
@@ -837,7 +837,7 @@ def with_argument(call: cst.Call, arg: cst.Arg) -> cst.Call:
 
 
 def without(call: cst.Call, name: str) -> cst.Call:
-    """Remove an argument. Comments on separate lines after the argument are kept."""
+    """Remove an argument from a call. Comments on their own lines after the argument are kept."""
     args = list(call.args)
     at, arg = next((at, arg) for at, arg in enumerate(args) if arg.keyword and arg.keyword.value == name)
     after: Any = arg.comma.whitespace_after if isinstance(arg.comma, cst.Comma) else None
@@ -854,7 +854,7 @@ def without(call: cst.Call, name: str) -> cst.Call:
 
 
 def with_defaults(call: cst.Call, config: type) -> cst.Call:
-    """Add the defaults of ``TrainingArguments`` to a config whose defaults differ."""
+    """Add the values that ``TrainingArguments`` uses by default, where the config has other defaults."""
     own = {item.name: item.default for item in fields(config)}
     given = by_name(call)
     for item in fields(TrainingArguments):
@@ -864,8 +864,8 @@ def with_defaults(call: cst.Call, config: type) -> cst.Call:
 
 
 def last_argument(arg: cst.Arg, removed: cst.Arg) -> cst.Arg:
-    """Return an argument, formatted as the last argument of a call. It keeps its comment, and gets the line end of the
-    removed last argument.
+    """Format an argument as the last argument of a call. It keeps its comment and gets the line end of the removed last
+    argument.
     """
     comma: Any = arg.comma
     space = comma.whitespace_after

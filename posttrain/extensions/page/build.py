@@ -1,7 +1,7 @@
-"""Build the report page: one HTML file that does not need a network and cannot execute recorded text.
+"""Builds the report page: one HTML file that needs no network and cannot execute recorded text.
 
-Texts are escaped. Data is JSON that cannot close its HTML element. A content security policy allows only the page's own script,
-identified by its hash. A completion that contains HTML is therefore shown as text.
+Texts are escaped, and data is JSON that cannot close its HTML element. A content security policy allows only the page's
+own script, which is identified by its hash. If a completion contains HTML, it is shown as text.
 """
 
 from __future__ import annotations
@@ -95,15 +95,15 @@ environment(TEMPLATES).filters.update({f.__name__: f for f in (number, middle_ou
 
 @dataclass
 class Panel:
-    """Chart of a few metrics with a common axis.
+    """Chart of several metrics with a common axis.
 
     Attributes:
         key: Id of the HTML element.
         group: Heading above the panel.
         title: Title including the unit.
         metrics: Names of the metrics.
-        signs: Titles of possible problems with these metrics.
-        spoken: Description of the curves for screen readers.
+        signs: Titles of problems that these metrics may show.
+        spoken: Text that describes the curves for screen readers.
     """
 
     key: str
@@ -148,14 +148,14 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
 
 
 def _rank(name: str) -> int:
-    """Return a sort key that puts means before minima and maxima, so that means get the first colors."""
+    """Return a sort key that places means before minima and maxima. Means then get the first colors."""
     return 1 if re.search(r"(^|[/_])(min|max|low|high)", name) else 0
 
 
 def groups_of(
     panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Sequence[Verdict]]
 ) -> dict[str, list[Panel]]:
-    """Group panels by heading, and set their possible problems and their descriptions."""
+    """Group panels by heading. Set the problems and the description of each panel."""
     seen = [verdict for of_run in verdicts for verdict in of_run if verdict.status == "seen"]
     groups: dict[str, list[Panel]] = {}
     for panel in sorted(panels, key=lambda panel: panel.group == OTHER):
@@ -178,7 +178,7 @@ def figures(panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Seq
 
     Args:
         panels: Panels from `panels_of`.
-        runs: Runs in the order of the colors.
+        runs: Runs in the order in which colors are assigned.
         verdicts: Results of the rules for each run.
     """
     of_metric = {name: panel for panel in panels for name in panel.metrics}
@@ -249,8 +249,8 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 
 
 class Card(NamedTuple):
-    """Log rule with its results in the shown runs. ``status`` is the worst of all runs. Each result has the index of its
-    run.
+    """A log rule with its results in the runs on the page. ``status`` is the worst result of all runs. Each result
+    contains the index of its run.
     """
 
     rule: Rule
@@ -273,7 +273,7 @@ def _cards(verdicts: Sequence[Sequence[Verdict]]) -> list[Card]:
 
 
 def content(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the content of the page: ``sections`` (HTML by name) and ``data`` (of the charts)."""
+    """Return the content of the page: ``sections`` maps names to HTML, and ``data`` contains the data of the charts."""
     verdicts = [review(run.rows) for run in runs]
     panels = panels_of(runs)
     make: Any = environment(TEMPLATES).get_template("sections.html.jinja").module
@@ -293,7 +293,9 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
-    """Return the settings that differ between runs, with a value per run, and the number of equal settings."""
+    """Return the settings that differ between the runs, with one value per run. Also return the number of settings that
+    are equal.
+    """
     manifests = [flat(run.manifest) for run in runs]
     differ, same = {}, 0
     for name in dict.fromkeys(name for manifest in manifests for name in manifest):
@@ -306,7 +308,7 @@ def _settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
 
 
 def final(run: Run, name: str) -> float | None:
-    """Return the mean of the last tenth of a curve, so that a single noisy step has little effect."""
+    """Return the mean over the last tenth of a curve. A single noisy step has little effect on it."""
     points = run.series[name].finite if name in run.series else []
     if not points:
         return None
@@ -314,7 +316,9 @@ def final(run: Run, name: str) -> float | None:
 
 
 def _finals(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, list[tuple[str, str]]]:
-    """Return cells ``(value, change)`` of every metric: the final value, and for a single run also first, minimum, maximum."""
+    """Return cells ``(value, change)`` for every metric: its final value and, for a single run, also the first value, the
+    minimum and the maximum.
+    """
     rows = {}
     for name in (name for panel in panels for name in panel.metrics):
         values = [final(run, name) for run in runs]

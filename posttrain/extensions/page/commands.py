@@ -1,4 +1,4 @@
-"""`inspect` and `report`: the commands, which import their modules when they run."""
+"""`inspect` and `report`: the commands of these names. Their modules are imported only when a command runs."""
 
 from __future__ import annotations
 

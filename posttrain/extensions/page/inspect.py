@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).with_name("templates")
 
 BINS = 12
-# If the maximum length exceeds the 99th percentile by this factor, the longest sequences are merged into the last bin.
+# If the maximum length is more than TAIL times the 99th percentile, the longest sequences share the last bin.
 TAIL = 3
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 # Maximum number of tokens per row on a terminal (about one screen). The middle of a longer row is omitted.
@@ -51,7 +51,7 @@ class Piece:
     Attributes:
         text: Decoded text.
         ids: Token ids.
-        trained: Whether the tokens are trained.
+        trained: Whether the tokens contribute to the loss.
         role: Role of a special token (``"eos, pad"`` or ``"special"``). Empty for ordinary text.
     """
 
@@ -66,12 +66,12 @@ class ShownSequence:
     """A sequence that is shown: a prompt and one completion.
 
     Attributes:
-        row, completion: Number of the row and of the completion. ``completion`` is None if only a prompt is shown.
+        row, completion: Number of the row and of the completion. ``completion`` is None if the row has only a prompt.
         completions: Number of completions of the row.
         pieces: Text of the sequence.
         tokens, trained: Number of tokens, and number of trained tokens.
-        bos, eos: Number of bos and of eos tokens.
-        codes: Codes of the findings for which this sequence is an example.
+        bos, eos: Number of bos tokens and of eos tokens.
+        codes: Codes of the findings that this sequence illustrates.
         pictures: Images of the sequence, in order.
     """
 
@@ -93,7 +93,7 @@ class SpecialToken:
 
     Attributes:
         text, id, role: Text, id and role of the token.
-        total, trained: Number of occurrences over all sequences, and how many of these are trained.
+        total, trained: Number of occurrences over all sequences, and how many of them contribute to the loss.
         least, most: Minimum and maximum number of occurrences in a sequence.
     """
 
@@ -129,14 +129,16 @@ class Summary:
         rows: Number of rows.
         sequences: Number of sequences (a prompt with one completion) over all rows.
         prompts_only: Whether rows have no completions, because completions are sampled during training.
-        tokens, trained_tokens: Counts over all sequences. The first token is never trained, because no token predicts it.
+        tokens, trained_tokens: Counts over all sequences. The first token never contributes to the loss, because no
+            token precedes it.
         lengths: Statistics of the number of tokens per sequence: ``min``, ``median``, ``mean``, ``p95`` and ``max``.
         histogram: Histogram of lengths. All bins have equal width, except the last bin if there are outliers.
         limit: Number of tokens to which sequences are truncated, or None.
-        truncated: Number of truncated sequences. If it is unknown, number of sequences at least as long as the limit.
+        truncated: Number of truncated sequences. If this is unknown, the number of sequences that are at least as long
+            as the limit.
         duplicates: Number of rows that are equal to an earlier row.
         batch_size: Number of rows per batch, from which ``padding_share`` is computed.
-        padding_share: Fraction of padding if shuffled batches were padded to their longest sequence, in [0, 1].
+        padding_share: Fraction of padding, from 0 to 1, if shuffled batches were padded to their longest sequence.
         special: Special tokens that occur, most frequent token first.
         shown: A few sequences.
         findings: Findings of the checks.
@@ -163,12 +165,12 @@ class Summary:
 
     @property
     def trained_share(self) -> float:
-        """Fraction of trained tokens."""
+        """Fraction of tokens that contribute to the loss."""
         return self.trained_tokens / max(self.tokens, 1)
 
     @property
     def truncated_share(self) -> float:
-        """Fraction of truncated sequences."""
+        """Fraction of sequences that were truncated."""
         return self.truncated / self.sequences
 
 
@@ -191,11 +193,11 @@ def summarise(
         rows: Rows, at least one. They are not changed.
         tokenizer: Tokenizer of the rows.
         limit: Number of tokens to which sequences were truncated, or None.
-        truncated: Number of truncated sequences. None counts the sequences that are at least as long as the limit.
+        truncated: Number of truncated sequences. None: count the sequences that are at least as long as the limit.
         findings: Findings of the checks.
         show: Number of rows to show as text. They are evenly spaced.
-        numbers: Row numbers to show. None uses indices.
-        examples: Index of an example row for each finding, by code. These rows are shown too.
+        numbers: Number of each row, which is shown in its title. None: the index of the row.
+        examples: Maps codes of findings to the index of an example row. These rows are shown too.
         batch_size: Number of rows per batch, for the fraction of padding.
         title: Title of the summary.
 
@@ -269,7 +271,7 @@ def histogram(sizes: Sequence[int]) -> list[Bin]:
 
 
 def _padding_share(flat: list[TokenSequence], rows: int, batch_size: int) -> float:
-    """Compute the fraction of padding over one epoch in shuffled order, as in training."""
+    """Compute the fraction of padding if one epoch were read in shuffled batches, as in training."""
     sizes: dict[int, list[int]] = {}
     for item in flat:
         sizes.setdefault(item.row, []).append(len(item.ids))
@@ -302,7 +304,7 @@ def _special_tokens(flat: list[TokenSequence], tokenizer: Tokenizer, roles: dict
     counts = [Counter(i for i in item.ids if i in roles) for item in flat]
     trained = Counter(i for item in flat for i, flag in zip(item.ids, item.trained, strict=True) if flag)
     totals = sum(counts, Counter())
-    # Always list bos and eos, because it is useful to see that they do not occur.
+    # List bos and eos even if they do not occur, because their absence can be a mistake.
     listed = set(totals) | {i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None}
     tokens = [
         SpecialToken(
@@ -353,12 +355,12 @@ def _shown(
 def pieces_of(ids: list[int], trained: list[bool], tokenizer: Tokenizer, roles: dict[int, str]) -> Iterator[Piece]:
     """Yield the text of each token.
 
-    The text of a token depends on the previous token (for example, whether it has a leading space), and it can be only a part of
-    a character. Each piece is therefore the difference between two decoded texts, and tokens are collected until their
-    characters are complete.
+    The text of a token can depend on the previous token (for example, whether it starts with a space), and it can be a
+    part of a character. Therefore, each piece is the difference between two decoded texts, and tokens are collected
+    until their characters are complete.
     """
     size = len(tokenizer)
-    # Whether a token is shown separately instead of merged with its neighbors.
+    # Whether a token gets its own piece instead of being merged with its neighbors.
     whole = [token in roles or not 0 <= token < size for token in ids]
     before: list[int] = []
     pending: list[int] = []
@@ -384,7 +386,8 @@ def _named(token: int, trained: bool, tokenizer: Tokenizer, roles: dict[int, str
 
 
 def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]]:
-    """Return the first pieces, the number of omitted tokens, and the last pieces. Up to ``most`` pieces are not shortened.
+    """Return the first pieces, the number of omitted tokens, and the last pieces. If there are at most ``most`` pieces,
+    none is omitted.
 
     The second part is twice as long as the first, because most problems are at the end of a row.
 
@@ -403,7 +406,7 @@ def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]
 
 
 def facts(summary: Summary) -> dict[str, str]:
-    """Return the statistics as labels and texts, which both renderings use."""
+    """Return the statistics as pairs of label and text. Both the terminal and the HTML file show them."""
     lengths = summary.lengths
     each = " (completions are sampled during training)" if summary.prompts_only else ""
     lines = {
@@ -425,7 +428,7 @@ def facts(summary: Summary) -> dict[str, str]:
 
 
 def row_title(shown: ShownSequence) -> str:
-    """Format the numbers of the row and the completion, and the counts."""
+    """Return the title of a sequence: numbers of row and completion, and counts of tokens."""
     which = f"row {shown.row}"
     if shown.completions > 1 and shown.completion is not None:
         which += f", completion {shown.completion + 1} of {shown.completions}"
@@ -438,7 +441,7 @@ def row_title(shown: ShownSequence) -> str:
 
 
 def to_console(summary: Summary, console: Console | None = None) -> None:
-    """Print a summary. Without colors, trained text is enclosed in ``[[ ]]``."""
+    """Print a summary. If the terminal has no colors, tokens with loss are enclosed in ``[[ ]]``."""
     console = console if console is not None else Console()
     marked = console.color_system is None
     console.print(Text(visible(summary.title), style="bold"))
@@ -527,7 +530,7 @@ def _findings(summary: Summary) -> Group:
 
 
 def to_html(summary: Summary) -> str:
-    """Render the whole page."""
+    """Return a summary as an HTML page."""
     rows = [
         (row_title(shown), [image.thumbnail() for image in shown.pictures], *elide(shown.pieces, FILE_TOKENS))
         for shown in summary.shown

@@ -2,8 +2,8 @@
 
 `posttrain inspect sessions FILE` shows the recorded episodes of a harness.
 
-Data and tokenizer come from the same file and options as for the training command. No weights are read. Only the files in
-``--html`` and ``--pictures`` are written.
+Data and tokenizer are those of the training command with the same file and options. No weights are read. No files are
+written except those in ``--html`` and ``--pictures``.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
         subject: The command and its arguments.
         show: Number of rows to show as text.
         examples: Maximum number of examples to analyze. They are sampled with the run's seed.
-        pictures: File for the images of the shown rows as the model receives them. None writes no file.
+        pictures: File for the images of the shown rows as the model receives them. None: no file.
 
     Raises:
         ConfigError: The arguments contain no model or no data.
@@ -144,7 +144,8 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
 
 
 def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
-    """Draw the images of the shown rows, as the model receives them, on one PIL image, each below its row and label.
+    """Draw the images of the shown rows, as the model receives them, on one PIL image. Each image is below a caption
+    with its row.
 
     Args:
         summary: Summary of rows with images.
@@ -173,7 +174,7 @@ def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
 
 
 def seen_by_model(processor: ProcessorMixin, picture: Any) -> Any:
-    """Return an image as the model receives it: after preprocessing, with normalization reverted, and with tiles in a row."""
+    """Return an image as the model receives it. Normalization is reverted, and tiles are placed in a row."""
     import torch
     from PIL import Image
 
@@ -190,7 +191,7 @@ def seen_by_model(processor: ProcessorMixin, picture: Any) -> Any:
 
 
 def _unpatched(patches: Any, grid: Sequence[int], images: Any) -> Any:
-    """Reassemble pixels ``(3, H, W)`` from patches ``(h w, 3 * frames * size^2)``, grouped in squares of ``merge_size``."""
+    """Assemble pixels ``(3, H, W)`` from patches ``(h w, 3 * frames * size^2)``. Patches are in squares of ``merge_size``."""
     (_, h, w), merge, size = grid, images.merge_size, images.patch_size
     parts = patches.view(h // merge, w // merge, merge, merge, 3, images.temporal_patch_size, size, size)[
         :, :, :, :, :, 0

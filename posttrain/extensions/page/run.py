@@ -1,4 +1,4 @@
-"""Reader of run records. Incomplete files, after a crash or during training, do not raise errors."""
+"""Reads run records. An incomplete file, which is normal during training or after a crash, does not raise an error."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NOT_CURVES = {"step", "time", "epoch"}
 FILES = ("manifest.json", "metrics.jsonl", "findings.jsonl", "preflight.json", "data.json", "completions.parquet")
 
 SEVERITIES = ("error", "warning", "info")
-SHADED = 4000  # Maximum number of tokens of a completion that are shaded.
+SHADED = 4000  # Maximum number of tokens of a completion that are shaded by their log-prob.
 # Maximum number of steps that are shown. They are evenly spaced and include the first and the last step.
 STEPS = 16
 GROUPS = 2  # Maximum number of prompts per step.
-# Maximum number of completions per prompt. If there are more, those at evenly spaced ranks from best to worst are kept.
+# Maximum number of completions per prompt. If there are more, they are sorted by reward, and evenly spaced ones are kept.
 MEMBERS = 4
 KNOWN = (
     "step", "prompt", "completion", "advantage", "tokens", "logps", "image_digests", "image_sizes", "thumbnails",
@@ -41,7 +41,7 @@ class Series:
     times: list[float] = field(default_factory=list)
 
     def add(self, step: int, value: float, time: float) -> None:
-        """Append a point. If the step already has a point, replace it."""
+        """Append a point. If the curve already has a point at this step, replace it."""
         if self.steps and self.steps[-1] == step:
             self.values[-1], self.times[-1] = value, time
             return
@@ -57,7 +57,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Finding, and the optimizer step at which it was found."""
+    """A finding and the optimizer step at which it was logged."""
 
     step: int
     finding: Finding
@@ -70,7 +70,7 @@ class Sample:
     Attributes:
         prompt, completion: Texts.
         advantage: Advantage, or None if it was not recorded.
-        scores: Other columns of the table: rewards by function, and values that functions logged.
+        scores: Values of all other columns of the table: rewards by function, and values that functions logged.
         tokens, logps: Text and log-prob (in nats) of each token. Empty if they were not recorded.
         pictures: Recorded images of the prompt: the thumbnail as a ``data:`` URL, and size and digest.
         episode: Tree of a harness episode (see `posttrain.extensions.agents.tree.episode_tree`), or empty.
@@ -87,13 +87,13 @@ class Sample:
 
     @property
     def reward(self) -> float:
-        """Sum of the numeric columns. It is used to sort completions without an advantage."""
+        """Sum of the numeric columns, by which completions without an advantage are sorted."""
         values = [v for v in self.scores.values() if isinstance(v, int | float) and not isinstance(v, bool)]
         return sum(v for v in values if math.isfinite(v))
 
     @property
     def chips(self) -> list[tuple[str, str]]:
-        """Texts of the scores, and their styles."""
+        """Scores as texts, each with its style."""
         chips = []
         for name, value in self.scores.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -125,7 +125,8 @@ class Run:
         series: Metrics by name, in the order in which they first occur.
         summary: Last line of the trainer (``train_runtime`` etc.). Empty while the run is training.
         marks: Findings in the order of their steps.
-        samples: Completions of a few steps, in order. For each step, the most informative prompts and completions.
+        samples: Completions of a few steps, in order. Of each step, the prompts with the largest difference in rewards
+            are kept.
         rows: Lines of ``metrics.jsonl``, with numbers only.
         seen: Content of ``data.json``, which is the first batch as the model received it. Empty if it was not recorded.
         state: ``running``, ``finished``, ``interrupted`` (by Ctrl-C or SIGTERM) or ``stopped``.
@@ -157,7 +158,7 @@ class Run:
 
     @property
     def end(self) -> str:
-        """State of the run. A run without a summary line counts as finished if all of its steps were logged."""
+        """State of the run. If there is no summary line but all steps were logged, the run counts as finished."""
         whole = self.max_steps is not None and self.step >= self.max_steps
         if self.state == "finished" and "interrupted" in self.manifest:
             return "interrupted"
@@ -180,7 +181,7 @@ class Run:
 
     @property
     def shaded(self) -> bool:
-        """Whether any completion has log-probs."""
+        """Whether any completion has log-probs, by which its tokens can be shaded."""
         return any(sample.logps for _, groups in self.samples for group in groups for sample in group)
 
     def last(self, name: str) -> float | None:
@@ -189,7 +190,8 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Read several runs. Each gets a unique name, which consists of as few trailing parts of its path as possible.
+    """Read several runs. The name of a run consists of as many trailing parts of its path as are needed to make it
+    unique.
 
     Raises:
         DataError: A path is not a folder, or contains no run record.
@@ -209,7 +211,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read one run. A damaged or missing file causes a note instead of an error.
+    """Read one run. If a file is damaged or missing, a note is added to the run.
 
     Raises:
         DataError: The folder does not exist, or contains no file of a run record.
@@ -252,8 +254,8 @@ def _json(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, 
     return {name: value for name, value in content.items() if name not in odd}
 
 
-# Expected schema of the files that the page reads. A dict lists the required keys. A list holds the schema that each item must
-# have. A tuple holds one schema per item.
+# Expected structure of the files that the page reads. A dict contains the required keys. A list contains the structure of every
+# item. A tuple contains one structure per item.
 SHAPES: dict[str, dict[str, Any]] = {
     "manifest.json": {"command": [str], "config": {}},
     "data.json": {
@@ -263,7 +265,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def _has(value: object, shape: Any) -> bool:
-    """Return whether a JSON value has the format that the page expects; see `SHAPES`."""
+    """Return whether a JSON value has the expected structure; see `SHAPES`."""
     if isinstance(shape, type):
         return isinstance(value, shape) and (shape is object or not isinstance(value, bool))
     if isinstance(shape, dict):
@@ -276,7 +278,7 @@ def _has(value: object, shape: Any) -> bool:
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of an append-only file. Invalid lines, such as a truncated last line, are counted in a note."""
+    """Yield the lines of a JSON Lines file. Invalid lines, such as a truncated last line, are skipped and counted in a note."""
     try:
         content = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -298,7 +300,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def number(value: object) -> float | None:
-    """Convert a logged value to a number. NaN and infinity are stored as text. Return None for other values."""
+    """Convert a logged value to a number. NaN and infinity are stored as text. Other values become None."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if isinstance(value, str) and value not in ("NaN", "Infinity", "-Infinity"):
@@ -348,7 +350,7 @@ def _state(run: Run) -> str:
         FolderLock(run.folder).check()
     except ConfigError:
         return "running"
-    # Without write permission, the lock cannot be tested, so the state is derived from the files.
+    # The lock cannot be tested without write permission. Derive the state from the other files.
     except OSError:
         return "running" if (run.folder / LOCK).exists() else "finished" if run.summary else "stopped"
     return "finished" if run.summary else "stopped"
@@ -358,7 +360,7 @@ def _state(run: Run) -> str:
 
 
 def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
-    """Read some of a run's completions. A file that cannot be read causes a note.
+    """Read some of a run's completions. If a file cannot be read, a note is added.
 
     Args:
         folder: Folder of the run.
@@ -382,7 +384,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Return up to ``most`` evenly spaced items, including both ends.
+    """Return up to ``most`` evenly spaced items, including the first and the last.
 
     >>> _spread([1, 2, 3, 4, 5], 3)
     [1, 3, 5]
@@ -430,7 +432,9 @@ def _text(value: object) -> str:
 
 
 def _groups(samples: list[Sample]) -> list[list[Sample]]:
-    """Group samples by prompt. Prompts whose rewards differ most come first. The best and the worst completion are kept."""
+    """Group samples by prompt. Prompts whose rewards differ most come first. The best and the worst completion are
+    always kept.
+    """
     by_prompt: dict[str, list[Sample]] = {}
     for sample in samples:
         by_prompt.setdefault(sample.prompt, []).append(sample)
@@ -440,7 +444,9 @@ def _groups(samples: list[Sample]) -> list[list[Sample]]:
 
 
 def _members(group: list[Sample]) -> list[Sample]:
-    """Return completions evenly spaced from best to worst. At least one has log-probs if any completion has them."""
+    """Return completions at evenly spaced ranks from best to worst. If any completion has log-probs, at least one of
+    these has.
+    """
     chosen = _spread(group, MEMBERS)
     if not any(sample.logps for sample in chosen):
         shaded = next((sample for sample in group if sample.logps), None)

@@ -1,7 +1,7 @@
-"""`posttrain grpo --launcher ray`: run rollout servers and trainer as Ray tasks in one placement group.
+"""`posttrain grpo --launcher ray`: runs the trainer and rollout servers as Ray tasks in one placement group.
 
-Ray reserves machines, sets visible GPUs, forwards the output of commands, and ends them with this process. A task runs
-`posttrain` in a child process and returns its exit code.
+Ray reserves machines, sets the visible GPUs, forwards the output of the commands, and ends them when this process ends.
+Each task runs `posttrain` in a child process and returns its exit code.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from posttrain.extensions.vllm.engine import vllm_command
 from posttrain.integrations import is_available, require
 from posttrain.integrations.network import host_and_port
 
-# Prefixes of the environment variables that are passed to tasks. By default, Ray passes none.
+# Prefixes of environment variables that are passed to the tasks. Ray itself passes no variables.
 PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")
 # Exit codes after SIGINT and SIGTERM: 128 plus the signal number, as in shells.
 INTERRUPTED, TERMINATED = 130, 143
-# Exit code EX_TEMPFAIL of sysexits.h. It means that the same command may be started again.
+# Exit code EX_TEMPFAIL of sysexits.h. It means that the same command may be started again, because the failure is temporary.
 LOST = 75
-# Maximum number of seconds for the trainer to save after Ctrl-C, and for a server to stop.
+# Maximum number of seconds for which the trainer may save after Ctrl-C, and for which a server may stop.
 SAVE_SECONDS = 15.0
 # Option number from linux/prctl.h. It sets the signal that a child process gets when its parent dies.
 PR_SET_PDEATHSIG = 1
@@ -44,7 +44,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass
 class _Trained:
-    """Training options that the launcher also reads."""
+    """Training options that the launcher needs too."""
 
     model_name_or_path: str | None = None
     model_revision: str | None = None
@@ -56,15 +56,15 @@ class _Trained:
 
 
 class RayRun:
-    """A training command and its rollout servers, with the resources and arguments of each.
+    """A training command and its rollout servers, with the arguments and the resources of each.
 
     Args:
         name: Name of the training command.
         argv: Its arguments, including those of `RayArguments`.
-        served: Whether rollout servers can generate for it.
+        served: Whether the command can generate with rollout servers.
 
     Raises:
-        ConfigError: The command or its options cannot be run this way.
+        ConfigError: The command or one of its options does not work with this launcher.
     """
 
     def __init__(self, name: str, argv: Sequence[str], served: bool) -> None:
@@ -95,7 +95,7 @@ class RayRun:
             parser.parse_args_and_config(self.serve_arguments())
 
     def serve_arguments(self, host: str = "127.0.0.1", port: int = 8000) -> list[str]:
-        """Return the arguments of the server command for this training."""
+        """Return the arguments of the command that starts a server for this training."""
         trained = self.trained
         options = {"model": trained.model_name_or_path, "host": host, "port": port, "revision": trained.model_revision}
         words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
@@ -103,7 +103,7 @@ class RayRun:
         return [*words, *shlex.split(self.options.rollout_server_args)]
 
     def trainer_arguments(self, urls: Sequence[str]) -> list[str]:
-        """Return the arguments of the training command, with the servers' addresses."""
+        """Return the arguments of the training command, including the addresses of the servers."""
         further: list[str] = []
         if urls and self.name == "async-grpo":
             further = ["--worker_engine", "server", "--vllm_server_base_url", *urls]
@@ -112,7 +112,9 @@ class RayRun:
         return [self.name, *self.argv, *further]
 
     def bundles(self, with_gpus: bool) -> list[dict[str, float]]:
-        """Return the resources of the trainer, then of each server, for Ray's placement group."""
+        """Return the resources of the trainer and of each server, as bundles of Ray's placement group. The trainer
+        comes first.
+        """
         options = self.options
         trainer = (options.trainer_cpus, options.trainer_gpus, self.trained.num_processes)
         server = (options.rollout_server_cpus, options.rollout_server_gpus, 1)
@@ -123,15 +125,15 @@ class RayRun:
 
 
 def _address() -> tuple[str, int]:
-    """Return the address of this machine and a free port."""
+    """Return this machine's address and one of its free ports."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return str(require("ray", "--launcher ray").util.get_node_ip_address()), int(probe.getsockname()[1])
 
 
 def _run_command(arguments: Sequence[str], folder: str) -> int:
-    """Run ``posttrain ARGUMENTS`` until it ends. Cancelling the task interrupts it like Ctrl-C."""
-    # Ray blocks SIGINT in its workers, and the command would inherit the blocked signal.
+    """Run ``posttrain ARGUMENTS`` until it ends. If the task is canceled, the command is interrupted as by Ctrl-C."""
+    # Unblock SIGINT. Ray blocks it in its workers, and the command would inherit this.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "posttrain.cli.main", *arguments]
@@ -156,21 +158,21 @@ def _end_with_parent() -> None:
 
 
 def run(name: str, argv: list[str], served: bool) -> int:
-    """Place servers and trainer on the cluster, wait for the trainer, and end all tasks. The arguments are the same as
-    those of `RayRun`.
+    """Place servers and trainer on the cluster, wait until the trainer ends, and end all tasks. The arguments are those
+    of `RayRun`.
 
     Returns:
-        The trainer's exit code. If all servers ended, the exit code of the last server. 75 if a machine was lost, 130
-        after Ctrl-C, 143 after SIGTERM.
+        The trainer's exit code, or that of the last server if all servers have ended. 75: a machine was lost. 130:
+        Ctrl-C. 143: SIGTERM.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        ConfigError: There is no cluster, the cluster has too few resources, or options contradict each other.
+        ConfigError: There is no cluster, it has too few resources, or two options contradict each other.
     """
     job = RayRun(name, argv, served)
     ray: Any = require("ray", "--launcher ray")
     address = job.options.ray_address
-    # Turn off Ray's deduplication, so that equal log lines of several servers are all shown.
+    # Disable Ray's deduplication of log lines. It would hide lines that are equal on several servers.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     try:
         ray.init(address=address, **({"include_dashboard": False} if address == "local" else {}))
@@ -183,7 +185,7 @@ def run(name: str, argv: list[str], served: bool) -> int:
     try:
         return _Placed(ray, job).run()
     finally:
-        # Wait, because Ray forwards the last lines of output shortly after the commands end.
+        # Wait a moment, because Ray forwards the last lines of output only after the commands have ended.
         time.sleep(1.0)
         ray.shutdown()
 
@@ -210,7 +212,9 @@ class _Placed:
             )
 
     def start(self, index: int, function: Any, *arguments: Any) -> Any:
-        """Start a task with the resources of one bundle: bundle 0 is the trainer's, and the other bundles are the servers'."""
+        """Start a task with the resources of a bundle. Bundle 0 belongs to the trainer, and the others belong to the
+        servers.
+        """
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, index)
         takes = {"num_cpus": self.bundles[index]["CPU"], "num_gpus": self.bundles[index]["GPU"]}
         return self.ray.remote(scheduling_strategy=place, **takes, **self.options)(function).remote(*arguments)
@@ -242,16 +246,14 @@ class _Placed:
             self.end(list(servers))
 
     def end(self, tasks: list[Any]) -> None:
-        """Interrupt tasks that still run, and wait for them."""
+        """Interrupt the tasks that are still running, and wait for them."""
         for task in tasks:
             self.ray.cancel(task)
         if tasks:
             self.ray.wait(tasks, num_returns=len(tasks), timeout=SAVE_SECONDS)
 
     def follow(self, main: Any, servers: dict[Any, str]) -> int:
-        """Wait until the trainer ends, or until all servers have ended, because the trainer cannot continue without
-        servers.
-        """
+        """Wait until the trainer ends or until all servers have ended. Without any server, the trainer cannot continue."""
         waiting = [main, *servers]
         while True:
             (ended,), waiting = self.ray.wait(waiting)

@@ -1,4 +1,4 @@
-"""Reward for code that passes tests. Each test runs in a sandbox."""
+"""`CodeTestsReward`: reward for code that passes tests. Each test runs in a sandbox."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = (
     "sandbox='bubblewrap', sandbox='container:docker run --rm -i --network none --memory 2g --pids-limit 64 "
     "python:3.12-slim', or the URL of a SandboxFusion service"
 )
-# Loader that runs in the sandbox. It reads the program from unbuffered stdin, so that the program can read the rest of stdin.
+# Program that runs in the sandbox. It reads the code from stdin without buffering, so that the code can read the rest of stdin.
 LOADER = """
 import os, resource, sys
 size, cpu, memory, file, processes = map(int, sys.argv[1:])
@@ -45,15 +45,15 @@ sys.argv = ["completion.py"]
 exec(compile(program, "completion.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
 """
 PYTHON_FLAGS = ("-I", "-X", "utf8", "-c", LOADER)
-# Additional seconds that a container or a service may take to start.
+# Time in seconds that a container or a service may take to start, in addition to the time limit of the test.
 START_SECONDS = 60.0
-# First part of the suggested fix if a sandbox cannot run Python, by type of sandbox.
+# Beginning of the suggested fix if a sandbox cannot run Python. The keys are types of sandboxes.
 REPAIRS = {
     "bubblewrap": "install bubblewrap 0.8 or later and allow user namespaces, or ",
     "container": "use a command that starts a container with `python3` and `timeout` and forwards stdin (-i), or ",
 }
-# Test program. It fails if sandboxed code can write to kernel settings, or has capabilities, with which it could mount file
-# systems.
+# Program that tests the sandbox. It fails if code in the sandbox can write to kernel settings, or has capabilities, with which
+# it could mount file systems.
 TRIAL = """
 import os, sys
 for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/overcommit_memory"):
@@ -68,15 +68,15 @@ if int(held[0], 16):
     sys.exit(f"code in it holds the capabilities {held[0]}")
 print(input())
 """
-# System calls that are refused in bubblewrap. For each machine: audit architecture, numbers of the refused calls (shmget,
-# semget, msgget, memfd_create, memfd_secret, io_uring_setup), and number of `socket`. The memory calls would allocate memory
-# that process limits do not count. io_uring could open sockets that bypass the filter.
+# System calls that bubblewrap's filter refuses. For each machine: audit architecture, numbers of the refused calls (shmget,
+# semget, msgget, memfd_create, memfd_secret, io_uring_setup), and number of `socket`. The first five calls allocate memory that
+# the limits of a process do not count. io_uring could open sockets without passing the filter.
 CALLS = {
     "x86_64": (0xC000003E, (29, 64, 68, 319, 447, 425), 41),
     "aarch64": (0xC00000B7, (194, 190, 186, 279, 447, 425), 198),
 }
-# Socket families that are allowed (unix, inet, inet6, netlink), because the network namespace isolates them. vsock (40) is not
-# allowed, because it would reach the host.
+# Address families of sockets that are allowed (unix, inet, inet6, netlink). The network namespace isolates them. vsock (40) is
+# not allowed, because it could connect to the host.
 FAMILIES = (1, 2, 10, 16)
 # Folders and files that Python needs to start. All other files of the machine are hidden.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
@@ -88,10 +88,10 @@ class Limits:
 
     Args:
         timeout: CPU seconds per process. The wall-clock limit for all processes together is twice this value.
-        memory_mb: Address space per process, in MiB. Bubblewrap on x86_64 and aarch64 also refuses calls that allocate memory
-            outside a process (SysV shared memory, memfds). On other machines these calls are allowed.
-        file_mb: Maximum size of each file and of the printed output, in MiB. In bubblewrap, the folder can hold four times as
-            much.
+        memory_mb: Address space per process, in MiB. On x86_64 and aarch64, bubblewrap also refuses system calls that
+            allocate memory outside a process (SysV shared memory, memfds). On other machines, these calls are allowed.
+        file_mb: Maximum size of each file and of the printed output, in MiB. In bubblewrap, the working folder can hold
+            four times this size.
         processes: Maximum number of concurrent processes and threads. The kernel does not apply this limit to root.
     """
 
@@ -142,20 +142,22 @@ def run_program(sandbox: str, program: str, stdin: str, limits: Limits) -> Outco
 
 
 def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
-    """Run in bubblewrap (``bwrap`` 0.8+): new namespaces, no network, an in-memory folder, read-only system files and Python."""
+    """Run a program in bubblewrap (``bwrap`` 0.8+): new namespaces, no network, an in-memory folder, read-only system
+    files and Python.
+    """
     bwrap = _program("bwrap", "apt-get install bubblewrap, or dnf install bubblewrap")
     room = str(limits.file_mb << 22)
-    # Set a size limit. Without one, the in-memory folders could use all of the machine's memory.
+    # Limit the size of the in-memory folders. Otherwise they could use all of the machine's memory.
     folder = ("--size", room, "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--size", room, "--tmpfs", "/tmp")
     folder += ("--dir", "/tmp/work", "--chdir", "/tmp/work")
     visible = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
     names = {"HOME": "/tmp/work", "TMPDIR": "/tmp/work", "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
     variables = [part for name, value in names.items() for part in ("--setenv", name, value)]
-    # Forbid new namespaces, because code in a new namespace could mount in-memory folders without a size limit.
+    # Do not allow new namespaces. In a new namespace, code could mount in-memory folders without a size limit.
     command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", *variables]
-    # Mount /proc/sys read-only: root can write to files that it owns, even without capabilities. Drop all capabilities, because
-    # they would allow making it writable again.
+    # Mount /proc/sys read-only, because root can write to its files even without capabilities. Drop all capabilities, because
+    # code with capabilities could make it writable again.
     command += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev", *folder, *visible]
     command += ["--remount-ro", "/"]
     with tempfile.TemporaryFile() as calls:
@@ -164,7 +166,8 @@ def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
             calls.seek(0)
             command += ["--seccomp", str(calls.fileno())]
         command += ["--", sys.executable, *PYTHON_FLAGS]
-        # Pass no secrets. Process 1 of the sandbox is bwrap, and sandboxed code can read its environment.
+        # Pass no environment variables that could contain secrets. Code in the sandbox can read the environment of process 1,
+        # which is bwrap.
         environment = {"PATH": os.defpath}
         return _execute(command, program, stdin, limits, 2 * limits.timeout, environment, (calls.fileno(),))
 
@@ -194,7 +197,9 @@ def _call_filter(machine: str) -> bytes:
 
 
 def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Outcome:
-    """Run in a container. The timeout runs inside the container, because killing the client does not stop the container."""
+    """Run a program in a container. The timeout runs inside the container, because killing the client does not stop the
+    container.
+    """
     words = shlex.split(command)
     words[0] = _program(words[0], f"install {words[0]}")
     bound = ["timeout", "-s", "KILL", f"{2 * limits.timeout:g}", "python3", *PYTHON_FLAGS]
@@ -202,7 +207,7 @@ def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Out
 
 
 def _in_service(url: str, program: str, stdin: str, limits: Limits) -> Outcome:
-    """Run in SandboxFusion through ``/run_code``. The service's settings limit files.
+    """Run a program in SandboxFusion through ``/run_code``. The settings of the service limit the size of files.
 
     See https://github.com/bytedance/SandboxFusion.
     """
@@ -280,12 +285,12 @@ def _execute(
     environment: dict[str, str] | None,
     files: tuple[int, ...] = (),
 ) -> Outcome:
-    """Run a command that executes `LOADER` and inherits the file descriptors ``files``. Kill it after ``seconds``."""
+    """Run a command that executes `LOADER` and inherits the file descriptors ``files``. Kill it after ``seconds`` seconds."""
     code = program.encode("utf-8", "replace")
     timeout, memory_mb, file_mb, processes = astuple(limits)
     most = file_mb << 20
     bounds = map(str, (len(code), max(1, round(timeout + 0.5)), memory_mb << 20, most, processes))
-    # Limit the output of the container's client. `ulimit -f` takes the size in blocks of 512 bytes.
+    # Limit the size of the output. `ulimit -f` expects blocks of 512 bytes.
     command = ["/bin/sh", "-c", f'ulimit -f {most // 512} && exec "$@"', "sh", *command, *bounds]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
@@ -310,7 +315,8 @@ LANGUAGES = {"python": "python", "python3": "python", "py": "python", "": "none"
 
 
 def code_block(text: str) -> str | None:
-    r"""Return the last complete code block marked as Python, or else the last block without a language.
+    r"""Return the last complete code block that is marked as Python. If there is none, return the last block without a
+    language.
 
     Text before ``</think>`` is ignored.
 
@@ -319,7 +325,7 @@ def code_block(text: str) -> str | None:
     """
     lines = text.rpartition("</think>")[2].split("\n")
     fences = {at: match for at, line in enumerate(lines) if (match := FENCE.fullmatch(line))}
-    # Maps each fence to the next line that consists of the same number of backticks and no other text.
+    # Maps the line of each fence to the next line that consists only of the same number of backticks.
     below: dict[int, int] = {}
     ends: dict[int, int | None] = {}
     for at in reversed(fences):
@@ -388,7 +394,7 @@ def _lines(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """Result of one test: whether it passed, and otherwise the reason."""
+    """Result of one test: whether it passed and, if it failed, the reason."""
 
     passed: bool
     reason: str = ""
@@ -417,14 +423,14 @@ def run_tests(
     Args:
         source: Python code.
         tests: Tests in the form returned by `read_tests`.
-        limits: Resource limits of each test. None uses the defaults.
+        limits: Resource limits of each test. None: the defaults of `Limits`.
         sandbox: ``bubblewrap`` (default) uses the program ``bwrap``. ``container:<command>`` uses a command line that starts a
             container, e.g. ``container:docker run --rm -i --network none --memory 2g --pids-limit 64 python:3.12-slim``. A URL
             uses a SandboxFusion service.
-        stop: Whether to skip the remaining tests after the first failure.
+        stop: Whether the tests after the first failed test are skipped.
 
     Returns:
-        One result for each test that was run. A test fails if the code exits before the test ends.
+        One result for each test that was run. A test also fails if the process exits before the test has finished.
 
     Raises:
         ConfigError: The name of the sandbox is invalid.
@@ -448,7 +454,7 @@ def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits)
     word = secrets.token_hex(16)
     program = source if "code" not in test else TESTED.format(source=source, test=test["code"], word=word)
     outcome = run_program(sandbox, program, test.get("input", ""), limits)
-    # With these statuses, either the container or `timeout` did not start, or the program itself exited with this status.
+    # Either the container or `timeout` did not start, or the program itself exited with one of these statuses.
     if sandbox.startswith("container:") and outcome.status in (125, 126, 127):
         open_sandbox.__wrapped__(sandbox)
     reason = _reason(outcome, limits)
@@ -463,7 +469,7 @@ def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits)
     return CaseResult(True) if written == wanted else CaseResult(False, f"wrote {outcome.output[:100]!r}")
 
 
-# Test program that prints a random word at its end. Code that exits early with status 0 does not print the word.
+# Program of a test. It prints a random word at its end, which is missing if the code exits early with status 0.
 TESTED = """
 scope = {{"__name__": "__main__"}}
 exec(compile({source!r}, "<completion>", "exec"), scope)
@@ -474,7 +480,7 @@ print({word!r})
 
 
 def _reason(outcome: Outcome, limits: Limits) -> str:
-    """Return why a program did not run to completion, or an empty string if it did."""
+    """Return the reason why a program did not run to its end. Return an empty string if it did."""
     if outcome.status is None:
         return f"timed out after {2 * limits.timeout:g} s"
     if outcome.status == 0:
@@ -488,7 +494,7 @@ def _reason(outcome: Outcome, limits: Limits) -> str:
 
 
 class CodeTestsReward:
-    r"""Reward 1 if the Python block of a completion passes all tests of its row, else 0.
+    r"""Reward function that returns 1 if the Python code block of a completion passes all tests of its row, else 0.
 
     With ``partial``, the reward is the fraction of tests passed. For example, with the tests
     ``["assert f(2) == 4", "assert f(3) == 6"]``:
@@ -503,7 +509,7 @@ class CodeTestsReward:
         column: Dataset column with the tests. `read_tests` describes the accepted forms.
         partial: Whether to return the fraction of tests passed instead of 0 or 1.
         limits: Resource limits of each test.
-        workers: Number of sandboxes that run concurrently. None uses this process's share of the CPU cores.
+        workers: Number of sandboxes that run concurrently. None: the number of CPU cores of this process.
         sandbox: ``bubblewrap``, ``container:<command>`` or a URL; see `run_tests`.
 
     Raises:
@@ -511,7 +517,7 @@ class CodeTestsReward:
     """
 
     __name__ = "code_tests_reward"
-    # The call waits for other processes, so other rewards can be computed meanwhile (like `parallel`).
+    # While this function waits for other processes, other reward functions can run (as with `parallel`).
     runs_in_thread = True
 
     def __init__(
@@ -527,32 +533,34 @@ class CodeTestsReward:
         if workers is not None and workers < 1:
             raise ConfigError(f"workers={workers} must be at least 1, or None for one worker per CPU core.")
         self.column, self.partial, self.limits, self.sandbox = column, partial, limits or Limits(), sandbox
-        # Number of CPU cores that this process may use.
+        # Number of CPU cores that this process is allowed to use.
         usable = usable_processors()
         self.workers = workers or max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
     def __call__(
         self, completions: Sequence[Any], log_extra: Callable[[str, list], None] | None = None, **columns: Any
     ) -> list[float | None]:
-        """Return one reward (or None) per completion. Log the number of passed tests and the first failure of each.
+        """Return a reward, or None, for each completion. Log the number of passed tests and the first failure of each
+        completion.
 
         Raises:
             MissingDependencyError: The sandbox's program is not installed.
-            RewardError: Tests have an unknown form, the column is missing, or the sandbox does not work on this machine.
+            RewardError: The column is missing, its tests have an unknown form, or the sandbox does not work on this
+                machine.
         """
         if self.column not in columns:
             raise RewardError(
                 f"code_tests_reward needs the column {self.column!r}, but the columns are {sorted(columns)}."
             )
         tests = [self._read(row, value) for row, value in enumerate(columns[self.column])]
-        # Open the sandbox even if there is no code to run, so that the dry run detects a missing sandbox.
+        # Test the sandbox even if no completion contains code, so that the dry run detects a sandbox that does not work.
         open_sandbox(self.sandbox)
         sources = [code_block(completion_text(completion)) for completion in completions]
         keys = [json.dumps((s, t)) for s, t in zip(sources, tests, strict=True)]
         jobs = {k: (s, t) for k, s, t in zip(keys, sources, tests, strict=True) if s is not None and t}
         with ThreadPoolExecutor(self.workers) as pool:
             run = functools.partial(run_tests, limits=self.limits, sandbox=self.sandbox, stop=not self.partial)
-            # If a call raises an exception, jobs that have not started are canceled.
+            # If one call raises an exception, jobs that have not started are canceled.
             done = dict(zip(jobs, pool.map(lambda job: run(*job), jobs.values()), strict=True))
         results = [done.get(key, [CaseResult(False, "no code block")]) for key in keys]
         if log_extra is not None:

@@ -1,4 +1,4 @@
-"""`OpenAIPairwiseJudge`: a judge behind a chat server."""
+"""`OpenAIPairwiseJudge`: a judge that sends requests to a server with OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ Reply with one character, 0 or 1: the number of the better answer."""
 
 
 class OpenAIPairwiseJudge(BasePairwiseJudge):
-    """Pairwise judge that asks a model on an OpenAI-compatible chat server (vLLM, llama.cpp, SGLang, hosted APIs).
+    """Pairwise judge that calls a model on an OpenAI-compatible chat server (vLLM, llama.cpp, SGLang, hosted APIs).
 
     The model must answer "0" or "1".
 
     Args:
         model: Name of the model on the server.
-        system_prompt: Template with ``{prompt}``, ``{response0}`` and ``{response1}``. None uses the built-in template.
-        max_requests: Number of pairs after which the judge stops. Later batches get no verdict. None means no limit.
-        base_url: URL including the API version. None uses ``OPENAI_BASE_URL``, or OpenAI's API if the variable is not set.
-        api_key: API key. None uses ``OPENAI_API_KEY``.
-        options: Additional fields of each request. The value None removes a field, e.g.
-            ``{"max_tokens": None, "max_completion_tokens": 1}``.
+        system_prompt: Template with ``{prompt}``, ``{response0}`` and ``{response1}``. None: the built-in template.
+        max_requests: Maximum number of requests. Pairs after that get no verdict. None: no limit.
+        base_url: URL including the API version. None: the environment variable ``OPENAI_BASE_URL``, or OpenAI's API if
+            it is not set.
+        api_key: API key. None: the environment variable ``OPENAI_API_KEY``.
+        options: Additional fields of each request. A field with the value None is removed, e.g. ``{"max_tokens": None,
+            "max_completion_tokens": 1}``.
         seed: Random seed for the order of the two completions.
         concurrency: Maximum number of concurrent requests.
-        timeout: Seconds to wait for an answer.
-        retries: Number of attempts after the first one.
-        backoff: Maximum seconds before the first retry. The maximum doubles with each retry, and the pause is sampled from the
-            upper half of the range.
+        timeout: Number of seconds to wait for a response.
+        retries: Number of further attempts after a failed request.
+        backoff: Maximum number of seconds before the first retry. The maximum doubles with each retry. The wait is
+            sampled between half the maximum and the maximum.
         vision: Whether the model accepts images. Images are sent before the text, which contains ``[image]`` for each image.
 
     >>> judge = OpenAIPairwiseJudge("my-judge", base_url="http://localhost:8000/v1")
@@ -104,7 +105,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             images: ``data:`` URLs of each prompt's images, for a judge with ``vision``.
 
         Raises:
-            RewardError: The server is not reachable or refuses the request.
+            RewardError: The server cannot be reached, or it refuses the request.
         """
         if self.max_requests is not None and self.num_requests >= self.max_requests:
             self._warn(
@@ -123,7 +124,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         if images is not None:
             shown_as = [[{"type": "image_url", "image_url": {"url": url}} for url in urls] for urls in images]
             asked = [[*blocks, {"type": "text", "text": text}] for blocks, text in zip(shown_as, texts, strict=True)]
-        # If a request raises an exception, requests that have not started are canceled.
+        # If one request raises an exception, requests that have not started are canceled.
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(asked))), "judge") as pool:
             verdicts = [self._verdict(answer) for answer in pool.map(self._ask, asked)]
         return [v if v == NO_VERDICT or not turn else 1 - v for v, turn in zip(verdicts, turned, strict=True)]

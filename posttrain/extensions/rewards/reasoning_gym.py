@@ -13,8 +13,8 @@ from posttrain.integrations import require
 from posttrain.rewards.math import boxed
 from posttrain.rewards.texts import completion_text
 
-# Distance between the seeds of two data sets. reasoning-gym samples row i with seed + i, so consecutive seeds would share
-# almost all rows.
+# Distance between the seeds of two datasets. reasoning-gym samples row i with seed + i, so datasets with consecutive seeds
+# would have almost the same rows.
 SPACING = 10_000_019
 EXTRACT = ("auto", "tag", "last_number", "text")
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -41,7 +41,7 @@ def extract_answer(text: str, how: str = "auto") -> str | None:
     if how == "last_number":
         numbers = NUMBER.findall(text)
         return numbers[-1].replace(",", "") if numbers else None
-    # Ignore text after the last closing tag. In this text, each opening tag would cause a search up to the end of the text.
+    # Ignore the text after the last closing tag, because each opening tag in it would cause a search up to the end of the text.
     end = max((match.end() for match in CLOSE.finditer(text)), default=0)
     tags = TAG.findall(text, 0, end)
     if tags or how == "tag":
@@ -62,7 +62,7 @@ class ReasoningGymReward:
     Args:
         task: A reasoning-gym dataset.
         name: Name in metrics and tables.
-        extract: How to find the answer in a completion: a method of `extract_answer`, or a function that maps the text to the
+        extract: How the answer is found in a completion: a method of `extract_answer`, or a function that returns the
             answer or None.
     """
 
@@ -85,7 +85,7 @@ class ReasoningGymReward:
         return [self._score(f, index, gold) for f, index, gold in zip(answers, task_index, answer, strict=True)]
 
     def entry(self, index: int) -> dict[str, Any]:
-        """Return the question, answer and metadata of a row. The result is cached."""
+        """Return question, answer and metadata of a row of the task. The result is cached."""
         if index not in self._entries:
             self._entries[index] = self.task[index]
         return self._entries[index]
@@ -102,7 +102,7 @@ class ReasoningGymReward:
             return 0.0
         try:
             return float(self.task.score_answer(answer=reply, entry=entry))
-        # A scorer may raise any exception for model output that it cannot parse.
+        # Catch all exceptions, because a scorer may raise any exception if it cannot parse the model's output.
         except Exception:
             return 0.0
 
@@ -118,8 +118,8 @@ def reasoning_gym_task(
 ) -> tuple[datasets.Dataset, ReasoningGymReward]:
     """Create a dataset with the prompts of a reasoning-gym task, and the reward function that scores the answers.
 
-    Different seeds have no common rows, so ``seed=1`` can be the held-out set for ``seed=0``. (In reasoning-gym itself, row i
-    depends on ``seed + i``, so neighboring seeds have almost the same rows.)
+    Datasets with different seeds have no common rows, so ``seed=1`` can be the held-out set for ``seed=0``. (In
+    reasoning-gym itself, row i depends on ``seed + i``, so neighboring seeds have almost the same rows.)
 
     Args:
         task: Name of a task, or a mixture ``{name: weight}`` or ``{name: {"weight": 2.0, **settings}}``. Each row of a mixture
@@ -127,8 +127,8 @@ def reasoning_gym_task(
         size: Number of rows.
         seed: Random seed of the rows.
         system_prompt: System message. It can describe the format of answers, e.g. ``<answer>...</answer>``.
-        extract: How to find the answer in a completion: a method of `extract_answer`, or a function.
-        config: Settings of the task. The names are reasoning-gym's.
+        extract: How the answer is found in a completion: a method of `extract_answer`, or a function.
+        config: Settings of the task, with the names of reasoning-gym.
 
     Returns:
         A dataset with the columns ``prompt`` (messages), ``answer``, ``task`` and ``task_index``, and its reward function.

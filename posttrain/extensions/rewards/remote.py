@@ -1,4 +1,4 @@
-"""Send JSON to a judge or a sandbox service, with retries while the server is busy or starting."""
+"""`post_json`: sends JSON to a judge or a sandbox service, and retries while the server is busy or starting."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ logger = logging.getLogger(__name__)
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 BUSY = "send fewer concurrent requests (concurrency), increase retries, or increase the server's request limit."
 BROKEN = "check the server's log. If the server is still starting, increase retries."
-# Maximum number of seconds to wait before a retry, even if the server requests a longer wait.
+# Maximum number of seconds to wait before a retry, even if the server's Retry-After header is longer.
 LONGEST_WAIT = 60.0
 
 
 class _Busy(Exception):
-    """Failure that allows a retry. ``after`` is the pause in seconds requested by the server, ``fix`` the advice for the user."""
+    """Error after which the request is retried. ``after`` is the wait in seconds that the server requested, ``fix`` the
+    advice for the user.
+    """
 
     def __init__(self, what: str, fix: str, after: float | None = None) -> None:
         super().__init__(what)
@@ -34,7 +36,9 @@ class _Busy(Exception):
 
 @functools.lru_cache(maxsize=1)
 def _client(pid: int) -> httpx2.Client:
-    """Return this process's HTTP client, which keeps connections open. A forked child must not use its parent's client."""
+    """Return this process's HTTP client, which keeps connections open. After a fork, the child process must not use its
+    parent's client.
+    """
     return httpx2.Client(limits=CONNECTIONS)
 
 
@@ -53,15 +57,16 @@ def post_json(
     Args:
         url: URL of the request.
         body: Content of the request, sent as JSON.
-        who: Name of the server in errors, e.g. ``"judge"``.
-        timeout: Seconds to wait for an answer.
-        retries: Number of attempts after the first one.
-        backoff: Maximum seconds before the first retry. The maximum doubles with each retry, and the pause is sampled from the
-            upper half of the range.
-        api_key: Key sent as a bearer token. None sends no token.
+        who: Name of the server in error messages, e.g. ``"judge"``.
+        timeout: Number of seconds to wait for a response.
+        retries: Number of further attempts after a failed request.
+        backoff: Maximum number of seconds before the first retry. The maximum doubles with each retry. The wait is
+            sampled between half the maximum and the maximum.
+        api_key: Key that is sent as a bearer token. None: no token.
 
     Raises:
-        RewardError: The server is not reachable or refuses the request. The error contains the URL and the number of attempts.
+        RewardError: The server cannot be reached, or it refuses the request. The error contains the URL and the number
+            of attempts.
     """
     growing = tenacity.wait_exponential(backoff / 2, max=LONGEST_WAIT / 2)
 

@@ -1,4 +1,5 @@
-"""Ulysses sequence parallelism: the tokens of each row and the attention heads are split over a group of processes.
+"""Ulysses sequence parallelism: a group of processes shares each row. Tokens and attention heads are split over the
+group.
 
 Each process has its own rows, as in data parallelism. A group of ``sp_size`` processes computes the batch of its first process
 together, then the batch of its second process, and so on. Each process computes everything except attention for ``1 / sp_size``
@@ -113,11 +114,13 @@ class TokenSplit:
     # Tensors -----------------------------------------------------------------------------------------------------
 
     def at_owner(self, owner: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return sums of tensors over the group. The backward pass broadcasts the gradients of ``owner`` to all processes."""
+        """Sum tensors over the group. In the backward pass, the gradients of process ``owner`` are broadcast to the group."""
         return _AtOwner.apply(self, owner, *tensors)
 
     def whole_rows(self, *tensors: Tensor) -> list[Tensor]:
-        """Exchange ``(B, heads, T / n, d)`` for ``(B, heads / n, T, d)`` with all columns. All tensors share one all-to-all."""
+        """Exchange ``(B, heads, T / n, d)`` for ``(B, heads / n, T, d)`` with all columns. All tensors are sent in one
+        all-to-all.
+        """
         parcels = []
         for x in tensors:
             rows, heads, share, size = x.shape
@@ -210,13 +213,13 @@ class TokenSplit:
         return torch.stack([0.0 * x.float().sum() for x in tensors]).sum()
 
     def _run(self, model: nn.Module, asked: Pass, compare: Compare | None, owner: int) -> dict[str, Any]:
-        """Compute this process's columns of the batch of process ``owner``. The results are summed over the group."""
+        """Compute this process's columns of the batch that process ``owner`` owns, and sum the results over the group."""
         columns = self.columns(asked.batch.input_ids.shape[1])
         head, inputs = prepared(model, asked, compare, self, columns)
         inputs |= {name: inputs[name][..., columns] for name in ("input_ids", "position_ids")}
         head, own = _piece(head, columns, self, owner, compares=asked.compares)
         result = call(model, asked.batch, head, inputs)
-        # Compared values are already complete, because they were gathered for the comparison.
+        # Values of a comparison are already complete, because its inputs were gathered on the owner.
         return result if asked.compares else _at_owner(result, own, self, owner)
 
     def turns(self, last: bool) -> Iterator[tuple[int | None, bool]]:
@@ -229,7 +232,8 @@ class TokenSplit:
                 self.in_turn = False
 
     def check_alone(self, model: nn.Module) -> None:
-        """Raise an error if the model is sharded, because one process cannot gather the shards without the others.
+        """Raise an error if the model is sharded. This forward pass runs on one process, which cannot gather the shards
+        alone.
 
         Raises:
             ModelError: A module gathers its shards in the forward pass.
@@ -284,7 +288,9 @@ def layer_bytes(
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of ``(n, M)``: row i is sent to process i and replaced by the row from process i. It is its own transpose."""
+    """All-to-all of ``(n, M)``: row i is sent to process i and replaced by the row from process i. Its backward is the
+    same exchange.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, parcels: Tensor, split: TokenSplit) -> Tensor:
@@ -317,7 +323,7 @@ class _AtOwner(torch.autograd.Function):
         torch.distributed.all_reduce(flat, group=split.group)
         pieces = flat.split([x.numel() for x in tensors])
         outputs = tuple(y.view_as(x).to(x.dtype) for x, y in zip(tensors, pieces, strict=True))
-        # Copy the views, because a view cannot be modified in place while autograd needs another view of the same storage.
+        # Clone the views, because autograd does not allow in-place changes of one of several views of the same storage.
         outputs = tuple(x.clone() for x in outputs)
         ctx.mark_non_differentiable(*(x for x, learns in zip(outputs, ctx.learns, strict=True) if not learns))
         return outputs
@@ -350,7 +356,7 @@ def make_group(size: int, *, world: int, rank: int, device: torch.device) -> Tok
 
 
 def _bare(asked: Pass) -> Pass:
-    """Return a copy on the CPU without the tensors that only the objective needs."""
+    """Return the batch on the CPU, without the tensors that only the objective needs."""
     empty = dict.fromkeys(("advantages", "old_logp", "ref_logp", "rollout_logp", "expected_grad"))
     return replace(asked, batch=replace(asked.batch, **empty, columns={}).to("cpu"))
 
@@ -358,8 +364,8 @@ def _bare(asked: Pass) -> Pass:
 def _piece(
     head: TokenHead | ScoreHead, columns: slice, split: TokenSplit, owner: int, *, compares: bool
 ) -> tuple[TokenHead | ScoreHead, tuple[Tensor, int]]:
-    """Return the head for the positions that are predicted from some columns, the indices of these positions, and the
-    number of all positions.
+    """Return the head restricted to the positions that are predicted from the given columns, the indices of these
+    positions, and the number of all positions.
     """
     inside = (head.columns >= columns.start) & (head.columns < columns.stop)
     own = (inside.nonzero()[:, 0], len(head.columns))
@@ -376,14 +382,14 @@ def _piece(
 
 
 def _compared_at_owner(head: TokenHead, own: tuple[Tensor, int], split: TokenSplit, owner: int) -> Compare:
-    """Gather the last hidden states on the owner of the batch, which compares them with those of another model."""
+    """Gather the last hidden states on the process that owns the batch. It compares them with those of another model."""
 
     def compare(hidden: Tensor, layer: nn.Module, rule: Any, piece: TokenHead) -> dict[str, Any]:
         (whole,) = split.at_owner(owner, [_all_positions(hidden, *own)])
         if owner == split.rank:
             assert head.compare is not None
             return head.compare(whole, layer, rule, head)
-        # Include every weight of the layer, because gradient averaging waits until each weight has a gradient.
+        # Include every weight of the layer in the graph, because gradient averaging waits until each weight has a gradient.
         weights = () if layer is None else [p for p in layer.parameters() if p.requires_grad]
         return {"hidden": whole, **{f"weight {i}": p.flatten()[:1] for i, p in enumerate(weights)}}
 
@@ -391,12 +397,16 @@ def _compared_at_owner(head: TokenHead, own: tuple[Tensor, int], split: TokenSpl
 
 
 def _all_positions(values: Tensor, where: Tensor, count: int) -> Tensor:
-    """Expand values ``(n, ...)`` of this process to ``count`` positions. Positions of other processes are zero."""
+    """Return a tensor for all ``count`` positions. It contains this process's ``values (n, ...)``, and zeros for all
+    other positions.
+    """
     return values.new_zeros(count, *values.shape[1:]).index_put((where,), values)
 
 
 def _at_owner(result: dict[str, Any], own: tuple[Tensor, int], split: TokenSplit, owner: int) -> dict[str, Any]:
-    """Gather the results on the owner, except compared values. The router's loss term is already complete."""
+    """Gather the results on the process that owns the batch. Compared values and the router's loss term are already
+    complete.
+    """
     names = [name for name in ("logp", "log_mass", *PER_TOKEN, "logits", "scores") if name in result]
     if not names:
         return result

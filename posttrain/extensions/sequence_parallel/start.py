@@ -1,6 +1,4 @@
-"""Sequence parallelism (``sp_size``): its options, the checks before training, and the probe that shows whether a model
-supports it.
-"""
+"""Sequence parallelism (``sp_size``): its options, the checks before training, and a test whether a model supports it."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ WITHOUT = {
 
 @contextmanager
 def without_accelerate(args: PostTrainingConfig) -> Iterator[None]:
-    """Hide ``sp_size`` from accelerate, which would use DeepSpeed for it."""
+    """Hide ``sp_size`` from accelerate while it is initialized, because accelerate would enable DeepSpeed for it."""
     config, variable = args.parallelism_config, os.environ.pop(ASKED, None)
     args.parallelism_config = None
     try:
@@ -90,11 +88,12 @@ def check_split(args: PostTrainingConfig, config: PretrainedConfig, *, supported
     Args:
         args: The trainer's config.
         config: Config of the model.
-        supported: Whether the method was tested with sequence parallelism.
+        supported: Whether the method has been tested with sequence parallelism.
         name: Name of the trainer.
 
     Raises:
-        ConfigError: The method, the number of heads, the backend or an option does not support it.
+        ConfigError: The method, the number of heads, the attention backend or an option does not support sequence
+            parallelism.
     """
     size = parallel_sizes(args)["sp_size"]
     check_heads(config, size)
@@ -116,20 +115,20 @@ def check_split(args: PostTrainingConfig, config: PretrainedConfig, *, supported
 def begin_split(
     args: PostTrainingConfig, accelerator: Accelerator, model: nn.Module, layout: Layout, *, supported: bool, name: str
 ) -> Layout:
-    """Create the groups of ``sp_size`` processes after all checks. Return the layout that works with sequence
+    """Run all checks and create the groups of ``sp_size`` processes. Return a batch layout that works with sequence
     parallelism.
 
     Args:
         args: The trainer's config.
         accelerator: Accelerator of the run.
-        model: Model that is ready to run and not wrapped.
-        layout: Layout that the model's probe chose.
-        supported: Whether the method was tested with sequence parallelism.
+        model: Model on its device, before it is wrapped by DDP or FSDP.
+        layout: Layout that was chosen without sequence parallelism.
+        supported: Whether the method has been tested with sequence parallelism.
         name: Name of the trainer.
 
     Raises:
-        ConfigError: The number of processes or heads is not divisible, or the method, layout or an option does not
-            support it.
+        ConfigError: The processes or heads cannot be divided into equal groups, or the method, the layout or an option
+            does not support sequence parallelism.
         ModelError: The probe found that the model gives different results with sequence parallelism.
     """
     sizes, world = parallel_sizes(args), accelerator.num_processes
@@ -182,14 +181,14 @@ def _check_world(sizes: dict[str, int], world: int) -> None:
 
 @torch.no_grad()
 def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int) -> None:
-    """Check that log-probs (or scores) of a small batch are equal with and without sequence parallelism. All processes
-    take part.
+    """Check that the log-probs (or scores) of a small batch are equal with and without sequence parallelism. All
+    processes must call it.
 
     Raises:
-        ModelError: They differ, because a layer mixes tokens outside the exchanged attention.
+        ModelError: The results differ, because a layer mixes tokens outside attention.
     """
     parameters = list(model.parameters())
-    # Only one process loads the weights. The other processes receive their shards from it.
+    # On this process, the weights may not be loaded yet, because one process loads them and sends shards to the others.
     if any(p.is_meta for p in parameters):
         return
     config: Any = causal_lm(model).config
@@ -222,7 +221,7 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
 
 
 def _tried(model: nn.Module, batch: Batch, needs: frozenset[str], size: int) -> ModelOutputs:
-    """Run a forward pass, and raise a clear error if it fails. All processes of a group fail in the same way."""
+    """Run a forward pass. If it fails, raise an error that names the model. All processes of a group fail in the same way."""
     try:
         return forward(model, batch, needs)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""`ServedEngine`: the engine of `posttrain serve`. A single thread samples, loads weights, and scores sequences."""
+"""`ServedEngine`: the engine of `posttrain serve`. One thread samples, loads weights, and scores sequences."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from posttrain.rollouts.base import RolloutEngine
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout
 
-# Requests are collected until no new request has arrived for this number of seconds, because clients send the prompts of a step
-# one by one.
+# Number of seconds without a new request after which the collected requests are passed to the engine. Clients send the prompts
+# of a step one by one.
 GATHER_S = 0.01
 NOT_WHOLE = "the weights are incomplete, because an update failed. Push all weights again."
 UPDATING = "the weights are incomplete, because an update is still running. End the update, or push all weights again."
-# Number of positions whose logits are computed at once during scoring.
+# Number of positions whose logits are in memory at the same time during scoring.
 CHUNK = 256
 
 
@@ -35,10 +35,10 @@ class Job:
     """A prompt for which completions are requested.
 
     Attributes:
-        request: Request with its own sampling settings.
+        request: Prompt with its number of completions and its sampling settings.
         version: Version of the weights that sampled the completions.
-        rollouts: Future of the completions or of the error.
-        left: Whether the client has disconnected from the server.
+        rollouts: Future of the completions. If sampling fails, it holds the error.
+        left: Whether the client has disconnected, so that nobody waits for the completions.
     """
 
     request: Prompt
@@ -48,21 +48,21 @@ class Job:
 
 
 class ServedEngine:
-    """Engine whose calls, weight updates and scores run one after the other in one thread.
+    """Runs generation, weight updates and scoring one after the other in a single thread.
 
-    Generation stops during a pause, and from the beginning to the end of a weight update. Requests that arrive in this
-    time have to wait.
+    Nothing is sampled while generation is paused, or while a weight update is running. Requests that arrive in this
+    time wait.
 
     Args:
         engine: Engine for sampling. New weights are copied into the parameters of its ``model``.
 
     Attributes:
-        version: The trainer's name of the weights' version. ``default`` means the weights of the checkpoint.
-        base_version: Name of the version of the weights without the adapter.
+        version: Name of the current weights, which the trainer sets. ``default`` means the weights of the checkpoint.
+        base_version: Name of the version of the base model's weights, without the adapter.
         state: ``whole``: the weights are complete. ``updating``: an update is running. ``complete``: all buckets of an
             update have arrived. ``failed``: the weights are a mixture of several versions.
         paused: Whether generation is paused.
-        waiting: Jobs that are not part of an engine call yet.
+        waiting: Jobs that the engine has not started yet.
         running: Number of completions in the current engine call.
         called: Jobs of the current engine call.
     """
@@ -76,13 +76,13 @@ class ServedEngine:
         self.waiting: deque[Job] = deque()
         self.running = 0
         self.called: Sequence[Job] = ()
-        # This lock is held while a call is interrupted, so that the interruption cannot reach the next call.
+        # The lock is held while an engine call is interrupted, so that a new call cannot start and be interrupted by mistake.
         self._calling = threading.Lock()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._known: dict[str, Tensor] = dict(self.model.named_buffers(remove_duplicate=False))
         self._known |= dict(self.model.named_parameters(remove_duplicate=False))
         self._loaded: set[int] = set()
-        # Original values of the weights to which an adapter was added, by name.
+        # Values that the adapted weights had before an adapter was added, by parameter name.
         self._bases: dict[str, Tensor] = {}
 
     # Generation. All methods except `submit` and `let_go` are called in the engine's thread.
@@ -108,7 +108,7 @@ class ServedEngine:
         return unread
 
     def write_waiting(self) -> None:
-        """Complete the waiting jobs with as few engine calls as possible."""
+        """Run as few engine calls as possible to complete the waiting jobs."""
         if not self.waiting or self.paused or self.state != "whole":
             return
         seen = 0
@@ -121,7 +121,8 @@ class ServedEngine:
         for job in everyone:
             self.waiting.remove(job)
         self._write([job for job in everyone if job.rollouts.set_running_or_notify_cancel()])
-        # Schedule the next call behind pauses, updates and scores that were queued during this call.
+        # Submit the next call instead of making it now, so that pauses, updates and scores that were queued during this call
+        # run first.
         self.thread.submit(self.write_waiting)
 
     def _write(self, jobs: Sequence[Job]) -> None:
@@ -133,7 +134,8 @@ class ServedEngine:
             self.called = jobs
         call = jobs[0].request.sampling
         if self.engine.capabilities.per_request_sampling:
-            # Remove the first request's seed from the call, so that requests without a seed do not use it.
+            # Remove the seed from the settings of the call. It comes from the first request, and requests without a seed would
+            # use it.
             call = replace(call, seed=None)
         try:
             stream = iter(self.engine.generate([job.request for job in jobs], call))
@@ -142,8 +144,8 @@ class ServedEngine:
             if len(jobs) == 1:
                 jobs[0].rollouts.set_exception(error)
                 return
-            # Run each request alone, so that an invalid request (e.g. a guide that does not compile) does not affect other
-            # requests.
+            # The joint call failed, so run each request alone. An invalid request (e.g. a guide that does not compile) then
+            # fails without the others.
             for job in jobs:
                 self._write([job])
             return
@@ -165,7 +167,7 @@ class ServedEngine:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors into the parameters with their names.
+        """Copy tensors into the parameters of the same names.
 
         Raises:
             ModelError: A name is unknown, or a shape differs.
@@ -185,7 +187,7 @@ class ServedEngine:
         Raises:
             ModelError: A parameter is missing.
         """
-        # Compare parameters, not names, because tied weights are one parameter with two names.
+        # Compare parameter objects instead of names, because tied weights are one parameter with two names.
         missing = [name for name, parameter in self.model.named_parameters() if id(parameter) not in self._loaded]
         if missing:
             raise ModelError(
@@ -195,8 +197,8 @@ class ServedEngine:
         self.state = "complete"
 
     def end_update(self, version: str | None) -> None:
-        """End an update. ``version`` is the new name of the weights. None means that the update failed; jobs that wait
-        then fail too.
+        """End an update. ``version`` is the new name of the weights. With None, the update has failed, and all waiting
+        jobs fail too.
         """
         if version is None:
             self.state, self.version, self.base_version = "failed", INCOMPLETE, INCOMPLETE
@@ -210,13 +212,14 @@ class ServedEngine:
 
     @torch.no_grad()
     def load_adapter(self, name: str, scale: float, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Replace each adapted weight W of the base model with ``W + scale B A``. ``name`` becomes the version of the
-        weights.
+        """Set each adapted weight of the model to ``W + scale B A``, where W is the weight of the base model. ``name``
+        becomes the version of the weights.
 
-        The sum is computed in float32 and rounded once, as for merged weights. All names and shapes are checked first.
+        The sum is computed in float32 and rounded once to the weight's dtype, as for merged weights. All names and
+        shapes are checked before a weight is changed.
 
         Args:
-            name: Version name.
+            name: New version name of the weights.
             scale: Scale of the adapter.
             pairs: Matrices A ``(r, in)`` and B ``(out, r)`` by the name of the weight.
 
@@ -242,7 +245,8 @@ class ServedEngine:
         self._weights_moved()
 
     def _weights_moved(self) -> None:
-        # Loading no weights with a new version clears the engine's caches, which were computed with the old weights.
+        # Call load_weights without tensors but with a new version. The engine then clears its caches, which were computed with
+        # the old weights.
         self.engine.load_weights((), self.engine.version + 1)
         self.thread.submit(self.write_waiting)
 
@@ -251,8 +255,8 @@ class ServedEngine:
     def score(
         self, prompts: Sequence[Sequence[int]], top: int, left: threading.Event | None = None
     ) -> list[dict[str, Any]]:
-        """Return the result of `score_choice` for each prompt. All prompts are scored with the same weights. Stop if
-        ``left`` is set.
+        """Return the result of `score_choice` for each prompt. The weights do not change between prompts. If ``left``
+        is set because the client has disconnected, scoring stops.
 
         Raises:
             WeightSyncError: The weights are incomplete: an update is running or has failed.
@@ -262,7 +266,7 @@ class ServedEngine:
         return [score_choice(self.model, ids, top) for ids in prompts if left is None or not left.is_set()]
 
     def facts(self) -> dict[str, Any]:
-        """Return properties of the server. A trainer compares them with its own model, and uses them to decide how to
+        """Return the properties of the server. A trainer compares them with its own model and decides from them how to
         send weights.
         """
         text = causal_lm(self.model).config.get_text_config()
@@ -283,7 +287,8 @@ class ServedEngine:
 
 
 def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, Any]:
-    """Score a sequence. Return it as a choice of ``/v1/completions`` with ``prompt_logprobs`` and without completion.
+    """Compute the log-probs of a given sequence. Return them as a choice of ``/v1/completions`` with
+    ``prompt_logprobs`` and without a completion.
 
     Args:
         model: Model that scores.
@@ -303,7 +308,7 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
         for logits, own in zip(parts, tokens[1:].split(CHUNK), strict=True):
             logps = logits.log_softmax(-1)  # (c, V)
             told = torch.cat([logps.topk(min(top, logps.shape[1])).indices, own[:, None]], 1)  # (c, k + 1)
-            # JSON cannot represent minus infinity, so use -9999 like vLLM.
+            # JSON cannot represent minus infinity, so replace it with -9999, as vLLM does.
             found = logps.gather(1, told).clamp(min=-9999.0)
             lines = zip(told.tolist(), found.tolist(), strict=True)
             entries += [{str(i): {"logprob": logp} for i, logp in zip(*line, strict=True)} for line in lines]

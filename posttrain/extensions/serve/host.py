@@ -43,35 +43,38 @@ from posttrain.types import Rollout, Sampling
 if TYPE_CHECKING:
     from torch import nn
 
-# Validation of a list stops at the first error. Without this, the error messages could be 100 times as long as the list.
+# Stop the validation of a list at its first error. Otherwise the error messages could be 100 times as long as the list.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1, fail_fast=True)]
-# Allowed range for divisors of logits, such as the temperature. A smaller divisor would make logits infinite.
+# Range of values by which logits may be divided, such as the temperature. With a smaller value, logits could become infinite.
 LEAST_DIVISOR, MOST_DIVISOR = 1e-5, 1e5
 MOST_BIAS = 1e9
-# Maximum size of an image: MOST_BYTES encoded bytes and MOST_PIXELS pixels. Both are needed, because a small file can contain
-# an image that would fill the memory.
+# Maximum size of an image: MOST_BYTES encoded bytes and MOST_PIXELS pixels. Both limits are needed, because a small file can
+# decode to an image that does not fit into memory.
 MOST_BYTES, MOST_PIXELS = 32 * 2**20, 64 * 10**6
-# After all clients of an engine call have disconnected, an interruption of the call is attempted at this interval in seconds.
+# If all clients of an engine call have disconnected, the call is interrupted. If it does not end, this is repeated at this
+# interval in seconds.
 LET_GO_S = 0.05
 # Maximum rounding error of a sum of float32 probabilities.
 MASS_ROUNDING = 1e-5
 
 
 MOST_PICTURES = 1024
-# Maximum number of characters of a guide. Compiling a guide blocks the engine's thread: for 1 s with 20,000 characters, and for
-# 11 s with 100,000 characters.
+# Maximum number of characters of a guide (JSON schema, regular expression or grammar). The engine's thread compiles the guide,
+# which takes 1 s for 20,000 characters and 11 s for 100,000 characters.
 MOST_GUIDE_CHARACTERS = 2**15
 
 
 class Strict(BaseModel):
-    """Base class of request bodies. Unknown fields are rejected, because ignoring them could change the samples."""
+    """Base class of request bodies. Unknown fields are rejected, because a field that is silently ignored could change
+    the samples.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, value: Any) -> Any:
-        """Reject unknown fields with a single error. pydantic would create one error per field."""
+        """Reject unknown fields with one error message. pydantic would write one message per field."""
         if isinstance(value, dict) and (unknown := value.keys() - cls.model_fields.keys()):
             named = ", ".join(repr(name)[:100] for name in sorted(unknown)[:3])
             raise ValueError(f"{len(unknown)} unknown fields: {named}")
@@ -79,7 +82,7 @@ class Strict(BaseModel):
 
 
 def _biases(value: Any) -> Any:
-    """Reject the first invalid entry."""
+    """Check that ``logit_bias`` maps token ids to allowed biases. The error shows the first invalid entry."""
     for token, bias in value.items() if isinstance(value, dict) else ():
         if not (str(token).isdecimal() and isinstance(bias, int | float) and abs(bias) <= MOST_BIAS):
             raise ValueError(
@@ -96,7 +99,9 @@ def _few(value: Any) -> Any:
 
 
 class PlacedPicture(Strict):
-    """Position in the prompt of an image from ``pictures``, and how the trainer preprocesses the image."""
+    """Position of an image from ``pictures`` in the prompt, and the image's size and placeholders as the trainer
+    computed them.
+    """
 
     digest: str
     start: Annotated[int, Field(ge=0)]
@@ -106,7 +111,7 @@ class PlacedPicture(Strict):
 
 
 class Completions(Strict):
-    """Body of ``/v1/completions``. With ``prompt_logprobs``, prompts are scored and no completion is generated."""
+    """Body of ``/v1/completions``. If ``prompt_logprobs`` is set, prompts are scored, and no completion is generated."""
 
     model: str | None = None
     prompt: TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
@@ -138,13 +143,13 @@ class Completions(Strict):
     placed: Annotated[list[PlacedPicture], Field(fail_fast=True)] = []
 
     def requests(self, stops: Sequence[int], context: int | None, vocabulary: int, encoder: Any = None) -> list[Prompt]:
-        """Create one request per prompt. Check that each prompt fits into the context and the vocabulary.
+        """Create one request per prompt, and check that each prompt fits into the model's context and vocabulary.
 
         Args:
             stops: Token ids that end a completion, unless ``ignore_eos`` is set.
-            context: Maximum number of tokens of prompt and completion. None means no limit.
+            context: Maximum number of tokens of prompt and completion. None: no limit.
             vocabulary: Vocabulary size of the model.
-            encoder: Image encoder. None means that the model supports only text.
+            encoder: Image encoder. None: the model supports only text.
 
         Raises:
             ConfigError: ``structured_outputs`` is invalid.
@@ -194,7 +199,7 @@ class Completions(Strict):
         return requests
 
     def _held(self, ids: Sequence[int], encoder: Any) -> list[Placed]:
-        """Decode the images, and compute their placeholders on the server.
+        """Decode the images of a prompt, and compare their placeholders on this server with the trainer's.
 
         Raises:
             DataError: An image is invalid or too large, or the placeholders differ from the trainer's (PT-G016).
@@ -214,7 +219,7 @@ class Completions(Strict):
 
 
 class Update(Strict):
-    """Body of ``/update_weights``: a bucket in shared memory, or ``complete`` after the last bucket."""
+    """Body of ``/update_weights``: one bucket in shared memory, or ``complete`` after the last bucket."""
 
     path: str = ""
     checksum: str = ""
@@ -222,7 +227,8 @@ class Update(Strict):
 
 
 def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
-    """Convert the completions of a job to choices of ``/v1/completions``, without texts.
+    """Convert the completions of a finished job to choices of ``/v1/completions``. The choices contain token ids, but
+    no text.
 
     Args:
         job: A finished job.
@@ -241,8 +247,10 @@ def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
 
 
 def _logprobs(rollout: Rollout, top: int, sampling: Sampling) -> dict[str, Any]:
-    """Return log-probs under the sampled distribution (vLLM's ``processed_logprobs``). Tokens are named ``token_id:ID``."""
-    # For greedy sampling, return log-probs at temperature 1 without truncation, like vLLM.
+    """Return log-probs under the sampled distribution (vLLM's ``processed_logprobs``). The keys of tokens are
+    ``token_id:ID``.
+    """
+    # As in vLLM, log-probs of greedy completions are those at temperature 1 without truncation.
     greedy = sampling.temperature == 0 and not reshapes(sampling)
     drawn = (not greedy and rollout.processed_logp) or rollout.logp
     best, never = rollout.top_logps or [[]] * len(drawn), sampling.left_out.never
@@ -255,12 +263,14 @@ def _logprobs(rollout: Rollout, top: int, sampling: Sampling) -> dict[str, Any]:
 
 
 def _left(at: Sequence[tuple[int, float]], gain: float, whole: bool) -> Iterator[tuple[int, float]]:
-    """Yield the most likely tokens that can be sampled, with their log-probs under the truncated distribution.
+    """Yield the most likely tokens that truncation does not remove, with their log-probs under the truncated
+    distribution.
 
     Args:
-        at: Allowed ids and their log-probs before truncation, most likely id first.
-        gain: Increase of each log-prob by truncation, which is minus the log of the remaining probability.
-        whole: Whether all ids can be sampled. If False, only the most likely ids with the remaining probability are
+        at: Pairs of token id and log-prob before truncation, most likely token first.
+        gain: Number that truncation adds to each log-prob: minus the log of the total probability of the remaining
+            tokens.
+        whole: Whether truncation removes no token. If False, only the tokens that make up the remaining probability are
             yielded.
     """
     mass = 0.0
@@ -271,7 +281,7 @@ def _left(at: Sequence[tuple[int, float]], gain: float, whole: bool) -> Iterator
 
 
 def _finite(value: float) -> float | None:
-    """Return a finite value, or None, because JSON has no NaN or infinity."""
+    """Return the value, or None if it is not finite, because JSON has no NaN and no infinity."""
     return value if math.isfinite(value) else None
 
 
@@ -281,7 +291,7 @@ logger = logging.getLogger(__name__)
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    """Return an error in the format of vLLM's server."""
+    """Return an error response in the format of vLLM's server."""
     return JSONResponse(error_body(status, message), status_code=status)
 
 
@@ -292,7 +302,7 @@ class Host:
         served: Engine that serves requests.
         config: Config of the server.
         stops: Token ids that end a completion, unless ``ignore_eos`` is set.
-        context: Maximum number of tokens of prompt and completion. None means no limit.
+        context: Maximum number of tokens of prompt and completion. None: no limit.
     """
 
     def __init__(
@@ -304,26 +314,26 @@ class Host:
         self.completed = prometheus_client.Counter("posttrain_completions", "Completions", registry=self.registry)
         running = prometheus_client.Gauge("posttrain_running", "Completions being written", registry=self.registry)
         running.set_function(lambda: served.running)
-        # Request bodies are parsed one by one in this thread, so that the event loop can handle other requests.
+        # Thread that parses request bodies one by one, so that the event loop can handle other requests.
         self.reading = ThreadPoolExecutor(1, thread_name_prefix="reading")
 
     async def do(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function in the engine's thread, after the current call."""
+        """Run a function in the engine's thread, after the current engine call."""
         return await asyncio.wrap_future(self.served.thread.submit(function, *args))
 
     # Endpoints that report the server's state.
 
     async def health(self) -> Response:
-        """Return status 200."""
+        """Return status 200, which means that the server is running."""
         return Response()
 
     async def models(self) -> dict[str, Any]:
-        """Return the description of the model."""
+        """Return the name and the context length of the served model."""
         card = {"id": self.config.model, "root": self.config.model, "parent": None, "max_model_len": self.context}
         return {"object": "list", "data": [card]}
 
     async def weight_info(self) -> dict[str, Any]:
-        """Return the version of the weights."""
+        """Return the version name of the current weights."""
         return {"weight_version": self.served.version, "base_version": self.served.base_version}
 
     async def metrics(self) -> Response:
@@ -338,9 +348,10 @@ class Host:
     # Endpoints that generate completions.
 
     async def completions(self, request: Request) -> Response:
-        """Complete prompts, or only score them with ``prompt_logprobs``. If the client disconnects, its jobs are canceled.
+        """Complete prompts, or score them if ``prompt_logprobs`` is set. If the client disconnects, its jobs are
+        canceled.
 
-        The body is a `Completions`.
+        The request body is a `Completions` object.
         """
         body, requests = await self.read(self._requests, await request.body())
         if self.served.state == "failed":
@@ -363,15 +374,15 @@ class Host:
             choices = [choice for job in jobs for choice in choices_of(job, body.logprobs or 0)]
             self.completed.inc(len(choices))
         listed = [choice | {"index": index} for index, choice in enumerate(choices)]
-        # Return the JSON directly, because validation by FastAPI would take longer than sampling a short completion.
+        # Return a response object, because FastAPI's validation of a dict would take longer than sampling a short completion.
         return JSONResponse({"object": "text_completion", "model": self.config.model, "choices": listed})
 
     async def read(self, function: Callable[[bytes], Any], raw: bytes) -> Any:
-        """Run a function on the bytes of a body in the thread that parses bodies."""
+        """Run a function on the bytes of a request body, in the thread that parses bodies."""
         return await asyncio.wrap_future(self.reading.submit(function, raw))
 
     def _requests(self, raw: bytes) -> tuple[Completions, list[Prompt]]:
-        """Parse a body and create its requests.
+        """Parse a request body and create its requests.
 
         Raises:
             BadRequest: The body is invalid; see also `Completions.requests`.
@@ -398,13 +409,13 @@ class Host:
     # Endpoints that update the weights.
 
     async def reset_prefix_cache(self) -> dict[str, Any]:
-        """Do nothing and return success, because nothing is cached between calls."""
+        """Return success without doing anything, because this server caches nothing between calls."""
         return {"success": True}
 
     async def start_weight_update(self, request: Request) -> dict[str, Any]:
         """Begin a weight update. No completions are sampled until `finish_weight_update`."""
-        # Read the body before responding. With ``Connection: close``, an unread body resets the connection, and the response is
-        # lost.
+        # Read the body before responding. With ``Connection: close``, an unread body would reset the connection, and the client
+        # would not receive the response.
         await request.body()
         await self.do(self.served.begin_update)
         return {"message": "Weight update started"}
@@ -412,11 +423,11 @@ class Host:
     async def update_weights(
         self, update_info: Annotated[Update, Body(embed=True)], request: Request
     ) -> dict[str, Any]:
-        """Load one bucket, or end the sequence of buckets. After an error, the whole update counts as failed.
+        """Load one bucket, or end the sequence of buckets. After an error, the whole weight update has failed.
 
         Raises:
-            HTTPException: Status 409: no update was started, or the bucket is invalid. Status 403: the request comes from
-                another machine, with which no memory is shared.
+            HTTPException: Status 409: no update was started, or the bucket is invalid. Status 403: the client runs on
+                another machine, so it shares no memory with this server.
         """
         if self.served.state != "updating":
             raise HTTPException(409, "call start_weight_update before update_weights.")
@@ -435,7 +446,7 @@ class Host:
     async def finish_weight_update(
         self, weight_version: Annotated[str | None, Body(embed=True)] = None
     ) -> dict[str, Any]:
-        """End an update. If there is no version, the update has failed and the weights are incomplete."""
+        """End a weight update. Without a version, the update has failed, and the weights are incomplete."""
         if self.served.state == "whole" or (weight_version is not None and self.served.state != "complete"):
             raise HTTPException(
                 409, "finish_weight_update was called without start_weight_update, or before all weights were received."
@@ -449,7 +460,7 @@ class Host:
         """Add an adapter to the base model and use it for sampling. Its name is the new version of the weights.
 
         Raises:
-            HTTPException: Status 403: the request comes from another machine.
+            HTTPException: Status 403: the client runs on another machine.
             WeightSyncError: The weights are incomplete.
         """
         _same_machine(request)
@@ -460,17 +471,17 @@ class Host:
         return {"message": f"LoRA adapter '{lora_name}' added"}
 
     async def unload_lora_adapter(self, lora_name: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
-        """Do nothing, because the next adapter replaces the current adapter."""
+        """Return success without doing anything, because the next adapter replaces the current adapter."""
         return {"message": f"LoRA adapter '{lora_name}' removed"}
 
     async def update_weight_version(self, new_version: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
-        """Change the name of the weights' version."""
+        """Set the name of the current weights' version."""
         self.served.version = self.served.base_version = new_version
         return {"success": True, "new_version": new_version}
 
 
 async def _unless_gone(request: Request, awaitable: Awaitable[Any]) -> Any:
-    """Wait for a result. If the client disconnects, cancel the result and return None."""
+    """Wait for the result of ``awaitable``. If the client disconnects first, cancel it and return None."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -483,14 +494,14 @@ async def _unless_gone(request: Request, awaitable: Awaitable[Any]) -> Any:
         left.cancel()
     if not wanted.done():
         wanted.cancel()
-        # Wait for the canceled task. Otherwise asyncio would log that its exception was never retrieved.
+        # Wait until the canceled task has ended. Otherwise asyncio would log that its exception was never retrieved.
         await asyncio.gather(wanted, return_exceptions=True)
         return None
     return await wanted
 
 
 def _same_machine(request: Request) -> None:
-    """Reject requests from other machines, because weights are passed through shared memory."""
+    """Reject a client on another machine, because weights are passed through shared memory."""
     if request.client is None or request.client.host not in LOOPBACK or "x-forwarded-for" in request.headers:
         raise HTTPException(403, "weights in shared memory are accepted only from this machine.")
 
@@ -505,7 +516,8 @@ def create_app(host: Host) -> FastAPI:
             """Parse the body.
 
             Raises:
-                HTTPException: Status 400, see `read_json`. FastAPI would hide the message of any other error.
+                HTTPException: Status 400, with the message of `read_json`. FastAPI would hide the message of another
+                    exception.
             """
             try:
                 return await host.read(read_json, await self.body())
@@ -513,7 +525,7 @@ def create_app(host: Host) -> FastAPI:
                 raise HTTPException(400, str(error)) from error
 
     class Route(APIRoute):
-        """Route whose requests are `Read` objects."""
+        """Route that passes `Read` objects to its endpoint."""
 
         def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
             """Return the handler; see `APIRoute.get_route_handler`."""
@@ -553,7 +565,7 @@ def create_app(host: Host) -> FastAPI:
 
 
 def _answer(_: Request, error: Exception) -> JSONResponse:
-    """Convert an error to an HTTP response."""
+    """Convert an exception to an HTTP response with its message."""
     if isinstance(error, AnyHTTPException):
         return _error(error.status_code, error.detail)
     if isinstance(error, RequestValidationError):
@@ -568,8 +580,8 @@ def make_host(config: ServeConfig) -> Host:
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.revision or "main"}
     tokenizer = load_tokenizer(config.model, **options)
     model: Any = create_model_from_path(config.model, dtype=config.dtype, **options).requires_grad_(False).eval()
-    # Copy the weights into memory now. They are memory-mapped from the checkpoint, and the first write to each page would be
-    # slow.
+    # Copy the weights now, because from_pretrained memory-maps the checkpoint. Without a copy, the first write to each memory
+    # page during a weight update would be slow.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -581,13 +593,13 @@ def make_host(config: ServeConfig) -> Host:
         engine.max_slots = config.max_num_seqs
     limits = (config.max_model_len, context_length(model.config.get_text_config()))
     context = min((limit for limit in limits if limit is not None), default=None)
-    # Use only the stop tokens of the checkpoint's generation config, not its sampling settings.
+    # Use the stop tokens in the checkpoint's generation config, but not the sampling settings in it.
     stops = terminal_token_ids(tokenizer, model.generation_config)
     return Host(ServedEngine(engine), config, stops=stops, context=context)
 
 
 def _let_hold_pictures(model: nn.Module, path: str, options: dict[str, Any]) -> None:
-    """Enable images in prompts if the model has a vision tower and a supported processor."""
+    """Enable images in prompts if the model has a vision tower and its processor is supported. Otherwise log why not."""
     if not has_tower(model):
         return
     from posttrain.models.vision import install_pictures

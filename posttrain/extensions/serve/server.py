@@ -16,7 +16,7 @@ from posttrain.integrations.network import host_and_port
 logger = logging.getLogger(__name__)
 
 
-# Maximum number of seconds that a shutdown waits for running requests.
+# Maximum number of seconds for which a shutdown waits for running requests.
 DRAIN_S = 120
 
 
@@ -38,7 +38,7 @@ def run_server(config: ServeConfig) -> int:
 
     raise_file_limit()
     host = make_host(config)
-    # uvicorn raises a caught signal again after all requests have ended. Ignore it then, so that the cleanup below runs.
+    # After all requests have ended, uvicorn raises the caught signal again. Ignore it, so that the cleanup below runs.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     listener, token = _listen(config), None
@@ -54,14 +54,14 @@ def run_server(config: ServeConfig) -> int:
     finally:
         if token is not None:
             token.unlink(missing_ok=True)
-    # Stop the engine, because the process ends only after the engine's thread. Unfinished requests are dropped.
+    # Stop generation, because the process can end only after the engine's thread. Unfinished requests are dropped.
     host.served.paused = True
     host.served.engine.interrupt()
     return 0
 
 
 def _listen(config: ServeConfig) -> socket.socket:
-    """Bind the address and return the socket.
+    """Create a socket that listens on the configured address and port.
 
     Raises:
         ConfigError: The port is in use, or the address does not belong to this machine.

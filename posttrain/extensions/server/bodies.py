@@ -1,4 +1,4 @@
-"""Bodies of requests: `read_json` parses a body, and `first_errors` formats validation errors."""
+"""`read_json` parses the body of a request. `first_errors` formats validation errors of a body."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def first_errors(errors: Sequence[Mapping[str, Any]]) -> str:
 def _line(error: Mapping[str, Any]) -> str:
     place = ".".join(str(part)[:100] for part in error["loc"])
     value = error.get("input")
-    # Do not show the input if a field is missing, because it is then the whole body.
+    # If a field is missing, pydantic's input is the whole body, so do not show it.
     came = f" ({value!r:.60})" if isinstance(value, str | int | float) else ""
     return f"{place + ': ' if place else ''}{error['msg'][:500]}{came}"

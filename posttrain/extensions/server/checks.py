@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
 
 
-# Log-probs at two temperatures count as equal if they differ by less than this number of nats.
+# Two log-probs of a token count as equal if they differ by less than SAME_MODE nats.
 SAME_MODE = 1e-3
 PROBE_TOP = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Requirements of a run on its server. A property that does not matter is None or 0.
+    """Requirements that a run has on its rollout server. None or 0 means that the run has no such requirement.
 
     Attributes:
         shape: Architecture, hidden size, layers and key-value heads of the policy, under the names that servers use.
@@ -73,7 +73,7 @@ def needs_of(model: nn.Module, args: PostTrainingConfig) -> Needs:
 
 
 def check_info(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
-    """Compare the properties that a server reports with the requirements of the run."""
+    """Yield a finding for each property of a server that does not fit the requirements of the run."""
     yield from _model(url, info, needs)
     yield from _flags(url, info, needs)
     yield from _seeds(url, info, needs)
@@ -156,13 +156,15 @@ def _seeds(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
 
 
 def _restart(info: Mapping[str, Any], needs: Needs) -> str:
-    """Return the command that starts a server with these requirements."""
+    """Return a command that starts the same kind of server with the trained model."""
     command = "posttrain vllm-serve" if info.get("engine") == "vllm" else "posttrain serve"
     return f"{command} --model {needs.model or 'MODEL'}"
 
 
 def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
-    """Check that a server returns log-probs of the sampled distribution, by two small requests at two temperatures."""
+    """Check that a server returns log-probs of the sampled distribution. The check sends two small requests with
+    different temperatures.
+    """
     from posttrain.extensions.server.replies import ranked, sampling_body
 
     prompt = [min(7, needs.vocabulary - 1)]
@@ -170,7 +172,7 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     try:
         choices = [client.complete([prompt], seeds=[0], **sampling_body(setting))[0] for setting in settings]
     except WeightSyncError:
-        # The server does not sample before the first push, because its weights are incomplete.
+        # A server cannot sample before the first push if its weights are incomplete, so skip the check.
         return
     pairs = [{i: v for i, v in ranked(choice)[0] if math.isfinite(v)} for choice in choices]
     common = pairs[0].keys() & pairs[1].keys()

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Timeout in seconds for connecting, and for requests that need no computation (health, versions).
+# Timeout in seconds for connecting, and for requests without computation on the server (health, versions).
 QUICK_SECONDS = 5.0
 GENERATE_TIMEOUT, PAUSE_TIMEOUT, UPDATE_TIMEOUT = 600.0, 300.0, 720.0
 # The timeout of a generation request is 30 s plus this number of seconds per requested token.
@@ -65,7 +65,7 @@ SECONDS_PER_TOKEN = 0.02
 AT_ONCE = 256
 # BACK_OFF: seconds to wait before the second attempt. The wait is doubled for each further attempt, up to LONGEST_WAIT seconds.
 BACK_OFF, LONGEST_WAIT = 0.5, 8.0
-# Status codes after which a request is retried.
+# HTTP status codes after which a request is retried.
 UNMADE = (429, 502, 503, 504)
 # Maps each path of a weight update to the phase that `WeightSyncError` reports.
 PHASES = {
@@ -77,9 +77,10 @@ PHASES = {
 }
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 ROLES = {"rollout": "vllm_server_base_url", "teacher": "teacher_model_server_url"}
-# Neutral values of sampling settings. All of them are always sent, so that the model's generation config has no effect.
+# Values of sampling settings that do not change the distribution. Every request contains all settings, so that the defaults in
+# the model's generation config are never used.
 NEUTRAL = {"temperature": 1.0, "max_tokens": 16, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-# Further fields that a request may have.
+# Names of further fields that a request may contain.
 FURTHER = {"ignore_eos", "stop_token_ids", "min_tokens", "stop", "logit_bias", "structured_outputs", "seed"}
 FURTHER |= {"frequency_penalty", "presence_penalty"}
 
@@ -88,17 +89,17 @@ class VLLMClient:
     """Client of one rollout server: vLLM (`posttrain vllm-serve`, ``vllm serve``) or `posttrain serve`.
 
     Args:
-        base_url: ``http://host:port``. None uses ``host`` and ``server_port``.
+        base_url: ``http://host:port``. None: the address is built from ``host`` and ``server_port``.
         host: Host of the server. ``0.0.0.0`` means this machine.
         server_port: Port of the server.
         group_port: Port of the weight-update group on GPUs. 0 selects a free port.
-        connection_timeout: Maximum number of seconds to wait until the server is healthy. 0: only one attempt.
+        connection_timeout: Maximum number of seconds to wait until the server is healthy. 0: try only once.
         request_timeout: Timeout of a generation in seconds. None: 30 plus 0.02 per requested token, but at least 600.
         sync_timeout: Timeout of each call of a weight update, in seconds.
         api_key: Bearer token. None (default) uses ``$POSTTRAIN_API_KEY``, or the token that a server of the same user on
             this machine has written to a file.
-        reader: Image processor for prompts, the same as in the trainer. None means that prompts contain only text.
-        role: ``rollout`` or ``teacher``. Errors use it to name the server and the config option.
+        reader: Image processor for prompts, the same as in the trainer. None: prompts contain only text.
+        role: ``rollout`` or ``teacher``. Error messages use it to name the kind of server and its config option.
 
     Raises:
         ServerUnreachable: The server is not healthy within ``connection_timeout``.
@@ -126,7 +127,7 @@ class VLLMClient:
         try:
             parts = urlsplit(self.base_url)
             valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # The URL's port is not a number, or a bracket is not closed.
+        except ValueError:  # Parsing fails with this error if the port is not a number, or if a bracket is not closed.
             valid = False
         if not valid:
             raise ConfigError(
@@ -139,10 +140,10 @@ class VLLMClient:
         user, _, password = urlsplit(self.base_url).netloc.rpartition("@")[0].partition(":")
         self.base_url = re.sub(r"(?<=://)[^/]*@", "", self.base_url)
         self.group_port, self.request_timeout, self.sync_timeout = group_port, request_timeout, sync_timeout
-        # Object of class `posttrain.extensions.server.weight_sync.NcclSender`, once it is created.
+        # `posttrain.extensions.server.weight_sync.NcclSender` for GPUs. None until it is created.
         self.communicator: Any = None
         self.facts: dict[str, Any] = {}
-        # On vLLM, name of the LoRA adapter to sample from. The name contains the version of the weights.
+        # Name of the LoRA adapter to sample from, on vLLM. It contains the version of the weights. Empty: no adapter.
         self.adapter = ""
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self.session = httpx2.Client(
@@ -156,8 +157,8 @@ class VLLMClient:
         self.info()
 
     def _auth(self, user: str, password: str, api_key: str | None) -> httpx2.Auth | None:
-        """Return the credentials for requests: the user and the password in the address, or the token file of a local
-        server. Return None if an API key is set or the server is remote.
+        """Return the credentials for requests: user and password from the address, or else the token file of a server
+        on this machine. Return None if ``api_key`` is set, or if the server runs on another machine.
         """
         if user:
             return httpx2.BasicAuth(user, password)
@@ -165,7 +166,7 @@ class VLLMClient:
 
     @property
     def is_local(self) -> bool:
-        """Whether the server runs on this machine, so that weights can be sent through shared memory."""
+        """Whether the server runs on this machine. Weights can then be sent through shared memory."""
         return self.host in LOOPBACK
 
     # HTTP requests.
@@ -219,8 +220,8 @@ class VLLMClient:
             text = f"{url} did not respond within {timeout:g} s. {network_advice(error, url)}"
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
         except (httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
-            # A ValueError means that the JSON is incomplete. A RuntimeError means that the connections were closed, because the
-            # server was removed from the list.
+            # A ValueError means that the JSON is incomplete. A RuntimeError means that this process closed the connections,
+            # because the server was removed from the list.
             raise ServerUnreachable(
                 f"{url} could not be reached, or its response was incomplete: {error}. {network_advice(error, url)}",
                 url=self.base_url,
@@ -272,14 +273,16 @@ class VLLMClient:
             logger.warning("Waiting for the server at %s: %s", self.base_url, state.outcome.exception())
 
     def health(self, retries: int = 1) -> None:
-        """Raise an error if the server is not healthy. One retry, because vLLM closes a connection after an error."""
+        """Raise an error if the server is not healthy. By default, the request is retried once, because vLLM closes a
+        connection after an error.
+        """
         self.call("GET", "/health", timeout=QUICK_SECONDS, retries=retries)
 
     # Properties of the server.
 
     def info(self) -> dict[str, Any]:
-        """Return the server's model, limits and ``weight_version``. If weights cannot be pushed, the value of
-        ``takes_no_weights`` is the reason.
+        """Return the server's model, limits and ``weight_version``. If the server cannot receive weights,
+        ``takes_no_weights`` contains the reason.
         """
         if not self.facts:
             reply = self.call("GET", "/v1/models", timeout=QUICK_SECONDS, retries=2)
@@ -298,7 +301,9 @@ class VLLMClient:
         return known
 
     def _facts(self) -> dict[str, Any]:
-        """Return properties from the worker extension, or from vLLM's config in developer mode."""
+        """Return the server's properties from posttrain's worker extension. Without the extension, return the
+        properties that vLLM reports in developer mode.
+        """
         try:
             body = {"method": "posttrain_facts", "kwargs": {}}
             reply = self.call("POST", "/collective_rpc", body, timeout=QUICK_SECONDS, retries=2)
@@ -322,11 +327,13 @@ class VLLMClient:
         return known
 
     def _generates_from_pictures(self) -> bool:
-        """Return whether a vLLM server has the endpoint `GENERATE` (in 0.32, with ``--enable-scale-out``)."""
+        """Return whether a vLLM server has the endpoint `GENERATE`, which accepts images. vLLM 0.32 needs
+        ``--enable-scale-out`` for it.
+        """
         try:
             self.call("POST", GENERATE, {}, timeout=QUICK_SECONDS)
         except BadRequest:
-            return True  # The endpoint exists, because the error is about the missing token ids.
+            return True  # The server rejected the request because of its empty token ids, so the endpoint exists.
         except ServerUnreachable:
             raise
         except RolloutServerError:
@@ -334,7 +341,7 @@ class VLLMClient:
         return False
 
     def pictures_fields(self, request: Request) -> dict[str, Any]:
-        """Return the request fields for images, to be passed as ``own`` to `complete`."""
+        """Return the request fields for the images of a prompt. `complete` accepts them in ``own``."""
         if self.reader is not None and self.facts["engine"] == "vllm":
             return content_parts(request, self.reader)
         return pictures_body(request)
@@ -345,7 +352,8 @@ class VLLMClient:
         """
         if self.adapter:
             cards = self.call("GET", "/v1/models", timeout=QUICK_SECONDS, retries=2).get("data") or []
-            # After a restart, the server no longer has the adapter. It then samples from the base model.
+            # After a restart, the server does not have the adapter any more and samples from the base model, so forget the
+            # adapter's name.
             self.adapter = self.adapter if self.adapter in [card.get("id") for card in cards] else ""
         return self.adapter or self._weight_info()[0]
 
@@ -379,7 +387,8 @@ class VLLMClient:
     ) -> list[dict[str, Any]]:
         """Request ``n`` completions of each prompt from ``/v1/completions``. Return them in order.
 
-        Each prompt is a separate request. A retried request is computed again; with a seed, the result is the same.
+        Each prompt is a separate request. A retry computes a request again. If the request has a seed, the result is
+        the same.
 
         Args:
             prompts: Token ids, or texts (which `posttrain serve` does not support).
@@ -393,7 +402,7 @@ class VLLMClient:
             Choices of the response, with ``weight_version`` added.
 
         Raises:
-            WeightSyncError: The weights are incomplete. Or they changed during sampling, and the server does not report
+            WeightSyncError: The weights are incomplete, or they changed during sampling and the server does not report
                 the version of each choice.
         """
         # vLLM does not allow n > 1 with greedy decoding, so sample one completion and repeat it.
@@ -425,7 +434,7 @@ class VLLMClient:
             choices = [choice for choices_of_reply in answers for choice in choices_of_reply]
         if tells:
             return choices
-        # The request selects this adapter by name, and the base weights do not change, so its version is known.
+        # The request selects this adapter by its name, which contains the version of the weights.
         if adapter:
             return [choice | {"weight_version": adapter} for choice in choices]
         after = self._whole_version()
@@ -461,7 +470,7 @@ class VLLMClient:
         generation_kwargs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> dict[str, Any]:
-        """Sample ``n`` completions per prompt. The arguments and the result are those of TRL's client.
+        """Sample ``n`` completions per prompt, with the same arguments and the same result as TRL's client.
 
         Args:
             prompts: Texts or token ids.
@@ -478,7 +487,7 @@ class VLLMClient:
             ``weight_versions``.
 
         Raises:
-            BadRequest: A field is not known to servers.
+            BadRequest: The server has no field with one of these names.
         """
         body = NEUTRAL | sampling | dict(generation_kwargs or {})
         # Check the names, because vLLM would silently ignore unknown fields.
@@ -500,7 +509,8 @@ class VLLMClient:
         }
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, top: int = 0) -> list[Scores]:
-        """Compute log-probs of sequences under the server's weights at temperature 1, for teachers and comparisons.
+        """Compute log-probs of given sequences under the server's weights at temperature 1. Teachers and weight
+        comparisons use them.
 
         Each sequence is a separate request. Up to 16 requests are sent concurrently, and the server batches them.
 
@@ -522,7 +532,7 @@ class VLLMClient:
             raise ConfigError(
                 f"score got {len(sequences)} sequences, but {len(prompt_lengths)} prompt_lengths. Fix: pass one per sequence."
             )
-        # Reserve one position, because vLLM also generates one token, which must fit into the context.
+        # Scoring needs one free position in the context, because vLLM always generates one token.
         most = int(self.facts.get("max_model_len") or 10**9) - 1
 
         def ask(ids: Sequence[int], begin: int) -> Scores:
@@ -551,7 +561,7 @@ class VLLMClient:
             raise WeightSyncError(f"{self.base_url} did not clear its prefix cache.", phase="end", url=self.base_url)
 
     def pause(self) -> None:
-        """Pause generation after running requests have finished. New requests have to wait."""
+        """Pause generation. Running requests finish first, and new requests wait for `resume`."""
         self.call("POST", "/pause?mode=wait", timeout=self.sync_timeout, retries=3)
 
     def resume(self) -> None:
@@ -577,10 +587,11 @@ class VLLMClient:
                 phase="begin",
                 url=self.base_url,
             )
-        # Check the server's health first, because later calls would wait longer for a server that hangs.
+        # Check the server's health first, because the later calls have longer timeouts and would wait longer for a server that
+        # hangs.
         self.health()
-        # Stop using the adapter: either all weights are replaced, or the base model is updated before the next adapter is
-        # loaded.
+        # Stop sampling from the adapter, because this update replaces all weights, or it replaces the base model and a new
+        # adapter follows.
         self.adapter = ""
         if self.facts.get("transfer") == "nccl" and self.communicator is None:
             self.init_communicator()
@@ -592,7 +603,7 @@ class VLLMClient:
         except WeightSyncError as error:
             if "already active" not in str(error):
                 raise
-            # End the update of another trainer that ended during its update.
+            # Another trainer may have ended during its update. End that update first.
             self.call("POST", "/finish_weight_update", {}, timeout=self.sync_timeout)
             start()
 
@@ -615,13 +626,13 @@ class VLLMClient:
         self.adapter = "" if self.facts.get("tells_versions") else name
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter that is no longer used. Running requests with this adapter can finish."""
+        """Unload an adapter that is no longer used. Requests that are running with this adapter can finish."""
         with contextlib.suppress(RolloutServerError):
             self.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=QUICK_SECONDS)
 
     def send_part(self, **update_info: Any) -> None:
-        """Send one request to ``/update_weights``. It announces a bucket in shared memory, the metadata of a broadcast,
-        or the end of the buckets.
+        """Send one message of a weight update to ``/update_weights``: a bucket in shared memory, the metadata of a
+        broadcast, or the end of the buckets.
 
         The request is not retried, because the server may already have received it.
         """
@@ -631,7 +642,7 @@ class VLLMClient:
         """End an update. The server checks that all weights have arrived, clears its cache, and resumes generation.
 
         Args:
-            version: New name of the weights.
+            version: Name of the weights after the update.
 
         Raises:
             WeightSyncError: A weight is missing or unknown, or the server reports another version.
@@ -641,7 +652,7 @@ class VLLMClient:
                 self.send_part(complete=True)
             self.call("POST", "/finish_weight_update", {"weight_version": version}, timeout=self.sync_timeout)
             self.reset_prefix_cache()
-            # Clear the image features, because they were computed with the old weights.
+            # Clear the server's cache of image features, because they were computed with the old weights.
             if "placeholder" in self.facts and self.facts["engine"] == "vllm":
                 self.call("POST", "/reset_encoder_cache")
         except WeightSyncError as error:
@@ -657,7 +668,9 @@ class VLLMClient:
         self.resume()
 
     def abort_update(self) -> None:
-        """Cancel an update. The weights remain incomplete, and are not used before the next complete update."""
+        """Cancel a weight update. The server's weights remain incomplete, so it samples again only after the next
+        complete update.
+        """
         for path, body in (
             ("/update_weight_version", {"new_version": INCOMPLETE}),
             ("/finish_weight_update", {}),
@@ -675,7 +688,9 @@ class VLLMClient:
         self.communicator = NcclSender(self, device)
 
     def update_model_params(self, model: nn.Module, version: str | None = None) -> None:
-        """Replace all weights with the weights of a model. ``version`` is their new name, which responses will contain."""
+        """Replace all weights with the weights of a model. ``version`` is the new name of the weights, which later
+        responses contain.
+        """
         from posttrain.extensions.server.weight_sync import Pusher
         from posttrain.rollouts.shared_weights import Weights
 
@@ -689,7 +704,7 @@ class VLLMClient:
             raise result
 
     def close_communicator(self) -> None:
-        """Leave the group for weight updates. Repeated calls have no effect."""
+        """Leave the NCCL group for weight updates. Repeated calls have no effect."""
         if self.communicator is not None:
             self.communicator.close()
             self.communicator = None
@@ -701,7 +716,7 @@ class VLLMClient:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Return whether a retry may succeed. After a timeout it returns False, because the retry would take as long
-    again.
+    """Return whether a retry may succeed. The result is False after a timeout, because the retry would probably take as
+    long as the first attempt.
     """
     return isinstance(error, ServerUnreachable | ServerBusy) and not error.timed_out

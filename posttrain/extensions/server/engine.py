@@ -42,19 +42,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALL_RETRIES = 3
-# Interval in seconds at which unavailable servers are checked.
+# Interval in seconds at which the engine checks whether an unavailable server is available again.
 LOOK_SECONDS = 2.0
 # Fields of `Sampling` that servers do not support.
 UNKNOWN = ("no_repeat_ngram",)
 Found = TypeVar("Found")
 Answers = dict[VLLMClient, WeightSyncError | None]
-# Part of a call's requests, each with its index in the call. All requests of a chunk have the same number of completions and
-# the same sampling settings except for seeds.
+# Some requests of one call, each with its index in the call. All requests of a chunk have the same number of completions. Their
+# sampling settings differ only in seeds.
 Chunk = list[tuple[int, Request]]
 
 
 def server_options(args: PostTrainingConfig) -> dict[str, Any]:
-    """Convert the options of rollout servers in a config to arguments of `ServerEngine`."""
+    """Return the arguments of `ServerEngine` that correspond to the server options of a config."""
     return {
         "request_timeout": args.vllm_request_timeout,
         "sync_timeout": args.vllm_sync_timeout,
@@ -66,7 +66,7 @@ def server_options(args: PostTrainingConfig) -> dict[str, Any]:
 
 
 class NonMainRankEngine(RolloutEngine):
-    """Placeholder engine for ranks other than 0. Rank 0 sends the requests of all ranks."""
+    """Engine of ranks other than 0, which raises an error on use. Rank 0 sends the requests of all ranks."""
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:
         self.name, self.capabilities = name, capabilities
@@ -90,21 +90,23 @@ class ServerEngine(RolloutEngine):
     requests are sent to other servers with the same seeds. Servers can join and leave during a run. A new server is used
     after it has received the current weights.
 
-    On servers, a version of the weights has the name ``RUN-NUMBER``, where ``RUN`` is unique to an engine object. Every
-    response must contain the version that sampled it. Rollouts from another version or another trainer are rejected.
+    On servers, a version of the weights has the name ``RUN-NUMBER``, where ``RUN`` is unique for every engine object.
+    Every response must contain the version of the weights that sampled it. If another version or another trainer's
+    weights sampled it, the response is rejected.
 
     Args:
         urls: Addresses of the servers; see `ServerPool`.
-        connection_timeout: Maximum number of seconds until the first server is healthy. None does not wait, because
+        connection_timeout: Maximum number of seconds until the first server is healthy. None: do not wait, because
             servers may join later.
         request_timeout: Timeout of a request in seconds; see `VLLMClient`.
         sync_timeout: Timeout of each call of a weight update, in seconds.
         bucket_mb: Size of a bucket of weights in MiB.
         group_port: Port of the weight-update group on GPUs; see `VLLMClient`.
-        pushes: Whether this process pushes weights. If so, it locks the servers on this machine against other trainers.
+        pushes: Whether this process pushes weights. If True, other trainers on this machine cannot use the same
+            servers.
         api_key: Bearer token of the servers.
         patience: Maximum number of seconds to wait if no server is available.
-        reader: Image processor for prompts. None means that prompts contain only text.
+        reader: Image processor for prompts. None: prompts contain only text.
 
     Raises:
         ServerUnreachable: No server is healthy in time.
@@ -136,8 +138,8 @@ class ServerEngine(RolloutEngine):
 
         self.patience, self.run = patience, secrets.token_hex(4)
         self.pushed = False
-        # Whether the weights that each server loaded at its start count as the trainer's base model. A failed comparison sets
-        # it to False.
+        # Whether the weights that each server loaded at its start are those of the trainer's base model. False after a
+        # comparison of log-probs has failed.
         self.trusts_bases = True
         self._adapters: list[str] = []
         self.pusher = Pusher(bucket_mb * 2**20)
@@ -147,7 +149,7 @@ class ServerEngine(RolloutEngine):
 
     @classmethod
     def for_training(cls, model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> RolloutEngine:
-        """Create the engine for a config. Ranks other than 0 get a placeholder."""
+        """Create the engine from a config. Ranks other than 0 get a `NonMainRankEngine`."""
         urls = args.vllm_server_base_url or f"http://{host_and_port(args.vllm_server_host, args.vllm_server_port)}"
         encoder = picture_encoder(model)
 
@@ -178,14 +180,16 @@ class ServerEngine(RolloutEngine):
         return min((int(s.info[name]) for s in self.fleet.all if s.info.get(name)), default=None)
 
     def _placeholder(self) -> int | None:
-        """Return the token id that image features replace. None if servers disagree."""
+        """Return the token id that image features replace in the prompt. None: the servers have different ids."""
         known = {server.info.get("placeholder") for server in self.fleet.live or self.fleet.all}
         return known.pop() if len(known) == 1 else None
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities that all available servers have, e.g. the smallest context. The dtype is None if dtypes differ."""
-        # If no server is available, use all known servers, because they are expected to become available again.
+        """Capabilities that all available servers have. The context is the smallest of all servers. The dtype is None
+        if dtypes differ.
+        """
+        # If no server is available now, use all known servers, because they are expected to become available again.
         infos = [server.info for server in self.fleet.live or self.fleet.all]
         dtypes = {as_dtype(info.get("dtype")) for info in infos}
         return Capabilities(
@@ -202,17 +206,19 @@ class ServerEngine(RolloutEngine):
         )
 
     def _adapter_rank(self) -> int | None:
-        """Return the maximum adapter rank that all servers support. None if a server lacks adapters or shared memory."""
+        """Return the maximum adapter rank that all servers support. None: at least one server does not support adapters
+        or shared memory.
+        """
         servers = self.fleet.live or self.fleet.all
         ranks = [server.info.get("adapter_rank") if server.client.is_local else None for server in servers]
         return min((int(rank) for rank in ranks if rank), default=None) if all(ranks) else None
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Compute the log-probs of sequences after their prompts, on every server that has weights. The result of a
-        server has one list per sequence.
+        """Compute the log-probs of sequences after their prompts, on every server that has weights. The result maps
+        each server to one list per sequence.
 
         Raises:
-            ServerUnreachable: No server is available. If a server is busy, the error is `ServerBusy`.
+            ServerUnreachable: No server is available. If the reason is a busy server, the error is `ServerBusy`.
         """
         logps: dict[str, list[list[float]]] = {}
         for server in self.fleet.live:
@@ -225,13 +231,13 @@ class ServerEngine(RolloutEngine):
         return logps
 
     def mark_stale(self) -> None:
-        """Mark the weights of all servers as outdated; see `RolloutEngine.mark_stale`."""
+        """Mark the weights of all servers as outdated, so that the next push replaces them; see `RolloutEngine.mark_stale`."""
         self.trusts_bases = False
         for server in self.fleet.all:
             server.holds = ""
 
     def needs_weights(self) -> bool:
-        """Return whether an available server does not have the last version."""
+        """Return whether an available server does not have the last pushed version."""
         self.fleet.refresh()
         return not self.pushed or any(s.holds != self.version_name(self.version) for s in self.fleet.live)
 
@@ -242,8 +248,9 @@ class ServerEngine(RolloutEngine):
 
         Raises:
             BadRequest: A request is invalid for all servers.
-            WeightSyncError: The servers' weights are not the pushed weights.
-            RolloutServerError: No server is available. The cause is the error of the last server.
+            WeightSyncError: A server's weights are not the weights that this engine pushed last.
+            RolloutServerError: No server could complete the requests. The exception's cause is the error of the last
+                server.
         """
         own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
         check_followed(requests, sampling, "a rollout server", UNKNOWN, own)
@@ -252,10 +259,11 @@ class ServerEngine(RolloutEngine):
         return self.patiently(lambda: self._generate(requests, sampling))
 
     def patiently(self, ask: Callable[[], Found]) -> Found:
-        """Call a function. If no server is available, wait up to `patience` seconds for a server, and call it again.
+        """Call ``ask``. If no server is available, wait up to `patience` seconds for a server, then call ``ask`` again.
 
         Raises:
-            ServerUnreachable: No server became available in time. If a server is busy, the error is `ServerBusy`.
+            ServerUnreachable: No server became available in time. If the reason is a busy server, the error is
+                `ServerBusy`.
         """
         deadline = time.monotonic() + self.patience
         while True:
@@ -279,7 +287,7 @@ class ServerEngine(RolloutEngine):
         return [rollout for index in range(len(requests)) for rollout in by_request[index]]
 
     def _chunks(self, requests: Sequence[Request], sampling: Sampling) -> list[Chunk]:
-        """Group requests by their settings, and split each group into one part per server."""
+        """Group requests by their settings. Split each group into one chunk per server."""
         kinds: dict[tuple[int, Sampling, bool], Chunk] = {}
         for index, request in enumerate(requests):
             own = request.sampling or replace(sampling, seed=derived_seed(sampling.seed, index))
@@ -289,7 +297,7 @@ class ServerEngine(RolloutEngine):
         return [part for members in kinds.values() for k in range(pieces) if (part := members[k::pieces])]
 
     def _served(self, chunk: Chunk) -> list[Rollout]:
-        """Return the rollouts of a chunk from the first server that succeeds."""
+        """Send a chunk to one server after the other until one succeeds, and return its rollouts."""
         failed: dict[Server, RolloutServerError] = {}
         wanted = self.version_name(self.version) if self.pushed else None
         # Upper bound on the number of tokens that the chunk requires.
@@ -302,7 +310,8 @@ class ServerEngine(RolloutEngine):
             except RolloutServerError as error:
                 failed[server] = error
                 if isinstance(error, WeightSyncError):
-                    # Mark the server's weights as unknown, so that they are pushed again before the server is used.
+                    # Mark the server's weights as unknown, so that they are pushed again before the next request to this
+                    # server.
                     server.holds = ""
                 else:
                     self.fleet.failed(server, error)
@@ -311,7 +320,7 @@ class ServerEngine(RolloutEngine):
         raise self._nobody(failed)
 
     def _nobody(self, failed: dict[Server, RolloutServerError]) -> RolloutServerError:
-        """Return an error with the reasons why none of the servers is available."""
+        """Return an error that lists, for each server, why it is not available."""
         # Include servers that failed in other chunks of the same call.
         down = {s: s.down for s in self.fleet.all if s.down is not None}
         errors = [*(down | failed).values()]
@@ -348,10 +357,10 @@ class ServerEngine(RolloutEngine):
         ]
 
     def _version_of(self, server: Server, name: str) -> int:
-        """Convert a server's name of a version to the trainer's version number.
+        """Convert the name of a version on a server to the trainer's version number.
 
         Raises:
-            WeightSyncError: The version is not the pushed version.
+            WeightSyncError: The server has another version than the pushed version.
         """
         wanted = self.version_name(self.version)
         if self.pushed and name != wanted:
@@ -367,13 +376,14 @@ class ServerEngine(RolloutEngine):
     # Methods that push weights.
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Push a version to every server that does not have it. Servers that fail are excluded if others succeed.
+        """Push a version to every server that does not have it. If some servers fail and others succeed, the failed
+        servers are excluded.
 
         If no server is available, the call waits for a server before it reads the first tensor.
 
         Args:
-            named_tensors: All weights as `posttrain.rollouts.shared_weights.Weights` or as pairs, which are always read to
-                the end; or a LoRA adapter as `posttrain.rollouts.adapters.AdapterWeights`.
+            named_tensors: All weights as `posttrain.rollouts.shared_weights.Weights` or as pairs (name, tensor), which
+                are always read to the end. Or a LoRA adapter as `posttrain.rollouts.adapters.AdapterWeights`.
             version: Version number of the trainer.
 
         Raises:
@@ -384,8 +394,8 @@ class ServerEngine(RolloutEngine):
         try:
             outdated = self.patiently(lambda: self._outdated(name))
         except RolloutServerError:
-            # Read all tensors even if none is sent, because reading can be a collective operation in which all ranks must take
-            # part.
+            # Read all tensors even if no server needs them, because reading a sharded weight can be a collective operation in
+            # which all ranks must take part.
             for _ in named_tensors:
                 pass
             raise
@@ -410,7 +420,7 @@ class ServerEngine(RolloutEngine):
         return self.pusher.push(pairs, [server.client for server in servers], name)
 
     def _send_adapter(self, adapter: AdapterWeights, servers: Sequence[Server], name: str) -> Answers:
-        """Push the base model to servers whose weights may differ from it. Then push the adapter to all servers."""
+        """Push the base model to servers whose weights may not be the base model's. Then push the adapter to all servers."""
         answers: Answers = dict.fromkeys(server.client for server in servers)
         base = f"{self.run}-base"
         known = (base, "default") if self.trusts_bases else (base,)
@@ -430,7 +440,7 @@ class ServerEngine(RolloutEngine):
         return answers
 
     def _forget_adapter(self, newest: str) -> None:
-        """Unload the previous version of the adapter. Running requests with it can finish."""
+        """Unload the previous version of the adapter from all servers. Requests that are running with it can finish."""
         self._adapters = [*(one for one in self._adapters if one != newest), newest]
         for name in self._adapters[:-VERSIONS_KEPT]:
             for server in self.fleet.live:
@@ -439,8 +449,8 @@ class ServerEngine(RolloutEngine):
         del self._adapters[:-VERSIONS_KEPT]
 
     def _outdated(self, name: str) -> list[Server]:
-        """Return the available servers that do not have a version of the weights. Each server is first asked for its
-        current version.
+        """Return the available servers that do not have the version ``name``. The current version is requested from
+        each server.
         """
         self.fleet.refresh(force=True)
         for server in self.fleet.live:
@@ -450,12 +460,13 @@ class ServerEngine(RolloutEngine):
         return [server for server in self.fleet.live if server.holds != name]
 
     def close(self) -> None:
-        """Release the servers, and remove the files in shared memory."""
+        """Release the servers and remove this engine's files in shared memory."""
         self._ending()
 
 
 def _check_base(client: VLLMClient, shape: Mapping[str, Any]) -> None:
-    """Compare a server's model with the adapter's base model. vLLM 0.32 silently accepts an adapter with other shapes.
+    """Check that a server's model has the shapes of the adapter's base model. vLLM 0.32 accepts an adapter with other
+    shapes silently.
 
     Raises:
         WeightSyncError: The models differ.
@@ -477,13 +488,13 @@ def _end(fleet: ServerPool, pusher: Pusher) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerVersions:
-    """Servers that have a version of the weights.
+    """A version of the weights and the servers that have it.
 
     Attributes:
         run: Unique name of the engine object; see `ServerEngine`.
         version: Version number of the trainer.
         urls: Addresses of the servers.
-        adapter: Whether the version is an adapter, which requests select by name.
+        adapter: Whether the version is a LoRA adapter. Requests then select it by its name.
     """
 
     run: str = ""
@@ -495,11 +506,11 @@ class ServerVersions:
 class ServerTransfer(WeightTransfer):
     """Weight transfer to servers. It implements `WeightTransferProtocol`.
 
-    Each server is paused only during its own update. A server that fails is excluded. It is used again after it has become
-    healthy and has received the weights.
+    A server is paused only during its own update. If an update fails, the server is excluded. It is used again after it
+    is healthy and has received the weights.
 
     Args:
-        make: Function that creates the engine for pushing. It is called on the rank that sends weights.
+        make: Function that creates the engine that pushes weights. It is called only on the rank that pushes weights.
     """
 
     def __init__(self, make: Callable[[], ServerEngine]) -> None:
@@ -519,7 +530,7 @@ class ServerTransfer(WeightTransfer):
 
     @property
     def holders(self) -> ServerVersions:
-        """Servers that have the last version."""
+        """The last pushed version, and the servers that have it."""
         engine, name = self._pushing, self._pushing.version_name(self.version)
         holders = [server for server in engine.fleet.live if server.holds == name]
         adapter = any(server.client.adapter == name for server in holders)
@@ -533,13 +544,13 @@ class ServerTransfer(WeightTransfer):
         """Do nothing, because the update of each server pauses that server."""
 
     def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Push the next version. Return after at least one server has confirmed it."""
+        """Push the weights as the next version. Return after at least one server has confirmed the version."""
         self._pushing.load_weights(tensors, self.version + 1)
         self.version += 1
         self._announced = self.holders.urls
 
     def send_again(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Push the same version again to servers that do not have it, such as new and restarted servers."""
+        """Push the last version again to servers that do not have it, for example new and restarted servers."""
         self._pushing.load_weights(tensors, self.version)
         self._announced = self.holders.urls
 
@@ -547,9 +558,11 @@ class ServerTransfer(WeightTransfer):
         """Do nothing, because the update of each server resumes that server."""
 
     def missing_weights(self) -> bool:
-        """Return whether an available server lacks the last version, or has it but is not used by workers yet.
+        """Return whether an available server lacks the last version, or has this version but is not used by workers
+        yet.
 
-        Each server is asked, because it may have been restarted. A server that responds slowly is assumed to be unchanged.
+        The version is requested from each server, because a server may have been restarted. If a server responds
+        slowly, its version is assumed to be unchanged.
         """
         fleet = self._pushing.fleet
         fleet.refresh(force=True)
@@ -559,7 +572,7 @@ class ServerTransfer(WeightTransfer):
         return any(server.url not in holders or server.url not in self._announced for server in fleet.live)
 
     def failure_reason(self) -> str:
-        """Return the errors of servers that get no requests, or an empty string."""
+        """Return the errors of the servers that currently receive no requests. Return an empty string if there are none."""
         fleet = self._pushing.fleet
         return "; ".join(f"{s.url}: {str(s.down).splitlines()[0]}" for s in fleet.all if s.down is not None)
 
@@ -571,10 +584,11 @@ class ServerTransfer(WeightTransfer):
 
 
 class FollowingEngine(ServerEngine):
-    """Engine of a worker, for servers to which another process pushes weights.
+    """Engine of a rollout worker. It sends requests to servers, to which the trainer's process pushes weights.
 
-    `set_servers` sets the servers to use. If a response comes from weights that this run did not push (because the server was
-    restarted, or because another trainer uses it), the response is rejected, and another server is used.
+    `set_servers` sets the servers. A server may have weights that this run did not push, because it was restarted or
+    because another trainer uses it. A response from such weights is rejected, and the request is sent to another
+    server.
 
     Args:
         options: Options of `ServerEngine`.
@@ -586,7 +600,7 @@ class FollowingEngine(ServerEngine):
         super().__init__(lambda: self._urls, connection_timeout=None, pushes=False, **options)
 
     def set_servers(self, holders: ServerVersions) -> None:
-        """Replace the list of servers."""
+        """Replace the list of servers, and store which version they have."""
         self.run, self.version, self.pushed, self._urls = holders.run, holders.version, True, holders.urls
         self.fleet.refresh(force=True)
         with self._news:
@@ -616,8 +630,8 @@ class FollowingEngine(ServerEngine):
 
     def _version_of(self, server: Server, name: str) -> int:
         """Return the version number; see `ServerEngine._version_of`. A newer version of this run is accepted too,
-        because servers get it slightly before it is announced to workers.
+        because servers receive a version slightly before the workers are notified.
         """
         run, _, number = name.rpartition("-")
-        # If the name has no number, it is the name of an adapter's base model, from which this run does not sample.
+        # A name without a number is the name of an adapter's base model, from which this run does not sample.
         return int(number) if run == self.run and number.isdigit() else super()._version_of(server, name)

@@ -1,7 +1,8 @@
-"""`Guard` and `LoopbackGuard`: ASGI middleware that rejects unauthorized and invalid requests before reading their bodies.
+"""`Guard` and `LoopbackGuard`: ASGI middleware that rejects unauthorized and invalid requests before their bodies are
+read.
 
-`guard_for` selects one of the two by the address of the server. `bounded` limits the size of a body whose length is not
-announced. The docstring of `Guard` describes the rules.
+`guard_for` selects one of the two classes by the server's address. `bounded` limits the size of a body without a
+Content-Length header. The docstring of `Guard` lists the rules.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from posttrain.extensions.server.tokens import token_pattern
 
 # Maximum size of a request body in bytes, for prompts without images and for prompts with images.
 MOST_BYTES, MOST_BYTES_WITH_IMAGES = 8 * 2**20, 64 * 2**20
-# The body of a rejected request is read and discarded, up to DRAIN_BYTES bytes and for up to DRAIN_S seconds.
+# Before a request is rejected, its body is read and discarded, up to DRAIN_BYTES bytes and for up to DRAIN_S seconds.
 DRAIN_BYTES, DRAIN_S = 2**20, 1.0
-# Paths of the endpoints that receive prompts. Request bodies for other endpoints are small.
+# Path prefixes of the endpoints that receive prompts. All other endpoints have small request bodies.
 GENERATION_PATHS = ("/v1/", "/inference/")
 
 
@@ -33,12 +34,12 @@ class Guard:
 
     - **401**: the header ``Authorization: Bearer TOKEN`` is missing or wrong. All paths except ``/health`` require the
       header, and so do websockets. The token is compared in constant time.
-    - **403**: the request comes from a web page of another server (its ``Origin``).
+    - **403**: a web page from another origin sent the request, as its ``Origin`` header shows.
     - **415**: the body is not ``application/json``. Web pages can send other types without a preflight request.
     - **413**: the body is too large.
 
-    vLLM's own token protects only ``/v1``, and not the endpoints that replace weights. `posttrain vllm-serve` therefore adds
-    this guard.
+    vLLM's own token protects only ``/v1``. It does not protect the endpoints that replace weights, so `posttrain
+    vllm-serve` adds this guard.
 
     Args:
         app: The application.
@@ -49,7 +50,7 @@ class Guard:
         ConfigError: There is no token.
     """
 
-    # Host names that a request may have in its Host header. None allows all names.
+    # Host names that are allowed in the Host header of a request. None: all names are allowed.
     hosts: tuple[str, ...] | None = None
 
     def __init__(self, app: Any, api_key: str | None = None, images: bool = True) -> None:
@@ -73,7 +74,7 @@ class Guard:
             await _answer(receive, send, *refusal)
 
     def _refusal(self, scope: Any, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
-        """Return a status and a message if the caller must not use the server, else None."""
+        """Return a status and a message if the caller is not authorized to use the server, else None."""
         host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin", b"").decode("latin-1")
         if self.hosts is not None and host and _name(f"//{host}") not in self.hosts:
             return 403, f"the server accepts only requests to this machine, but this one is for host {host[:100]!r}."
@@ -90,7 +91,7 @@ class Guard:
         return None
 
     def _refusal_of_body(self, scope: Any, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
-        """Return a status and a message if the body is not accepted, else None."""
+        """Return a status and a message if the body's type or size is not accepted, else None."""
         if scope.get("method", "GET") in ("GET", "HEAD", "OPTIONS"):
             return None
         kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
@@ -112,14 +113,15 @@ class Guard:
 class LoopbackGuard(Guard):
     """`Guard` for a server that listens on a loopback address.
 
-    The ``Host`` of a request must be a loopback name too, otherwise the status is 403. This prevents DNS rebinding by web pages.
+    The ``Host`` header of a request must be a loopback name, otherwise the status is 403. This protects against DNS
+    rebinding, with which a web page could reach the server under its own host name.
     """
 
     hosts = LOOPBACK
 
 
 def guard_for(host: str) -> type[Guard]:
-    """Return the guard of a server that listens on ``host``."""
+    """Return the guard class for a server that listens on ``host``."""
     return LoopbackGuard if host in LOOPBACK else Guard
 
 
@@ -130,7 +132,7 @@ def _name(address: str) -> str | None:
 
 
 def bounded(receive: Any, limit: int) -> Any:
-    """Limit ``receive`` to a number of bytes. A longer body raises an `HTTPException` with status 413."""
+    """Return a function like ``receive`` that raises an `HTTPException` with status 413 after more than ``limit`` bytes."""
     read = 0
 
     async def receive_some() -> Any:
@@ -153,10 +155,10 @@ async def _skip(receive: Any) -> None:
 
 
 async def _answer(receive: Any, send: Any, status: int, message: str) -> None:
-    """Send an error and close the connection, so that unauthorized callers cannot keep it open.
+    """Send an error and close the connection, so that an unauthorized caller cannot keep it open.
 
-    A short body is read first. Closing a connection whose body was not read would reset the connection, so that the client
-    could lose the response.
+    A short body is read first. If a connection is closed while its body is unread, it is reset, and the client may not
+    receive the response.
     """
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(_skip(receive), DRAIN_S)

@@ -9,18 +9,18 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# Maximum number of seconds until all headers of a request must have arrived. Clients send them immediately.
+# Maximum number of seconds until all headers of a request have arrived. Clients send headers without delay.
 HEADER_S = 20.0
-# Number of seconds for which an idle connection is kept open. Clients reuse connections between training steps, and a request
-# on a closed connection would have to be retried.
+# Number of seconds for which an idle connection stays open. Clients reuse connections between training steps. If the server had
+# closed a connection, the request would have to be retried.
 KEEP_ALIVE_S = 120
 
 
 class PromptH11(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a time limit for request headers.
 
-    uvicorn limits the size of headers and the idle time after a response, but not the time until the first request is
-    complete. Without this limit, a connection that sends nothing would stay open forever, even without a token.
+    uvicorn limits the size of headers and the idle time after a response, but not the time until the first request.
+    Without this time limit, a client that sends nothing could keep a connection open forever, even without a token.
     """
 
     _late: asyncio.TimerHandle | None = None
@@ -31,7 +31,7 @@ class PromptH11(H11Protocol):
         self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Start the time limit, or stop it if the headers are complete."""
+        """Start the time limit when a new request begins. Stop it when the headers are complete."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
@@ -53,5 +53,5 @@ class PromptH11(H11Protocol):
 
 
 def server_config(app: Any, **options: Any) -> uvicorn.Config:
-    """Return uvicorn's config for an application of this package. ``options`` are options of uvicorn."""
+    """Return uvicorn's config for an application of this package. ``options`` are additional options of `uvicorn.Config`."""
     return uvicorn.Config(app, http=PromptH11, ws="none", access_log=False, timeout_keep_alive=KEEP_ALIVE_S, **options)

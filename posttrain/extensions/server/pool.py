@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Interval in seconds at which the list of servers is checked for new and removed servers.
 REFRESH_SECONDS = 5.0
-# Errors after which a server is expected to become available again.
+# If a request fails with one of these errors, the server is expected to become available again.
 AWAY = (ServerUnreachable, ServerBusy)
 
 Urls = str | Path | Sequence[str] | Callable[[], Sequence[str]]
@@ -37,13 +37,14 @@ class Server:
     Attributes:
         client: Client with the connections to the server.
         info: Properties that the server last reported.
-        holds: Version name of the server's weights. Empty: the weights must be pushed again.
-        outstanding: Number of requested tokens for which there is no response yet.
-        asked: How often the server was selected. It is used to alternate between idle servers.
-        down: Error for which the server was excluded from requests. None: the server is available.
-        lock: Lock against other trainers on this machine. None if no weights are pushed to the server.
-        listed: Whether the server is on the list. A removed server is closed after its last response, because reading from
-            a closed connection would block until the timeout.
+        holds: Name of the version of the server's weights. Empty: unknown, so the weights must be pushed again.
+        outstanding: Number of tokens that were requested and for which no response has arrived yet.
+        asked: Number of requests for which the server was selected. Among idle servers, the one with the smallest
+            number is selected.
+        down: Error because of which the server receives no requests. None: the server is available.
+        lock: File lock that other trainers on this machine cannot acquire. None if no weights are pushed to the server.
+        listed: Whether the server is in the list of addresses. A removed server is closed only after its last response,
+            because reading from a closed connection would block until the timeout.
     """
 
     client: VLLMClient
@@ -61,22 +62,23 @@ class Server:
         return self.client.base_url
 
     def close(self) -> None:
-        """Release the server."""
+        """Close the connections and release the lock."""
         if self.lock is not None:
             self.lock.release()
         self.client.close()
 
 
 class ServerPool:
-    """Pool of rollout servers with the versions of their weights.
+    """The rollout servers of a run, with the version of the weights on each server.
 
     Args:
         urls: An address, several addresses (a list, or text separated by commas), a file with one address per line, or
-            a function that returns addresses. The file is read, or the function is called, again and again, so that
-            servers can join and leave.
+            a function that returns addresses. Files are read and functions are called repeatedly, so that servers can
+            join and leave during a run.
         connect: Function that creates a client for an address.
-        timeout: Maximum number of seconds until the first servers are available. None does not wait.
-        pushes: Whether this process pushes weights. If so, it locks the servers on this machine against other trainers.
+        timeout: Maximum number of seconds until the first servers are available. None: do not wait.
+        pushes: Whether this process pushes weights. If True, other trainers on this machine cannot use the same
+            servers.
 
     Raises:
         ServerUnreachable: No server is healthy in time.
@@ -101,7 +103,7 @@ class ServerPool:
     # Methods that check which servers are available.
 
     def urls(self) -> list[str]:
-        """Return the current addresses."""
+        """Return the addresses that are configured now."""
         addresses: Any = self.source
         if isinstance(addresses, Path) or (
             isinstance(addresses, str) and "://" not in addresses and Path(addresses).is_file()
@@ -112,7 +114,7 @@ class ServerPool:
         return list(dict.fromkeys(url.strip().rstrip("/") for url in listed if url.strip()))
 
     def _wait_until_ready(self, timeout: float) -> None:
-        """Wait until all servers are available. If only some become available in time, continue with these."""
+        """Wait until all servers are available. If the timeout ends before that, continue with the available servers."""
         deadline = time.monotonic() + timeout
         while (late := self._admit_new(self.urls(), ServerUnreachable)) and time.monotonic() < deadline:
             time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
@@ -131,7 +133,7 @@ class ServerPool:
             logger.warning("%s is not available yet, and will be used when it is: %s", hide_secrets(url), error)
 
     def _admit_new(self, urls: Sequence[str], left_out: type[RolloutServerError]) -> dict[str, RolloutServerError]:
-        """Connect to new servers. Return the errors of the servers that are not available."""
+        """Connect to servers that were added to the list. Return the errors of those that are not available."""
         late: dict[str, RolloutServerError] = {}
         for url in urls:
             if url not in self.servers:
@@ -153,7 +155,8 @@ class ServerPool:
         return late
 
     def _acquire_lease(self, server: Server) -> None:
-        """Lock a server against other trainers on this machine. Resume generation if an earlier trainer paused it.
+        """Lock a server so that other trainers on this machine cannot use it. Resume generation if an earlier trainer
+        left it paused.
 
         Raises:
             ServerBusy: Another process on this machine pushes to it.
@@ -161,7 +164,7 @@ class ServerPool:
         if not self.pushes:
             return
         if server.lock is None and server.client.is_local:
-            # Use only the port in the file name, because localhost and 127.0.0.1 refer to the same server.
+            # The name of the lock file contains only the port, because localhost and 127.0.0.1 are the same server.
             path = Path(tempfile.gettempdir(), f"posttrain-server-{urlsplit(server.url).port or 80}.lock")
             lock = FileLock(path, thread_local=False)
             try:
@@ -179,14 +182,15 @@ class ServerPool:
                 )
                 raise ServerBusy(text, held=True, url=server.url) from None
             server.lock = lock
-        # Ignore errors, because vLLM has this endpoint only in developer mode.
+        # Ignore errors of this request, because vLLM has the endpoint only in developer mode.
         with contextlib.suppress(RolloutServerError):
             server.client.resume()
 
     def refresh(self, force: bool = False) -> None:
         """Add new servers, release removed servers, and check whether unavailable servers have become available.
 
-        While a thread does this, other threads continue with the current list, unless ``force`` is set.
+        Only one thread does this at a time. Other threads return immediately and use the current list, unless ``force``
+        is set.
         """
         if not force and time.monotonic() - self._looked < REFRESH_SECONDS:
             return
@@ -197,7 +201,7 @@ class ServerPool:
             for url in [u for u in self.servers if u not in wanted]:
                 logger.warning("rollout server %s was removed from the list.", hide_secrets(url))
                 self._let_go(url)
-            # An error from a new server (e.g. because of a wrong token) must not stop the run.
+            # If a new server returns an error (e.g. because of a wrong token), the run continues without this server.
             for url, error in self._admit_new(wanted, RolloutServerError).items():
                 if isinstance(error, ServerUnreachable):
                     logger.debug("%s is still not available: %s", hide_secrets(url), error)
@@ -210,9 +214,10 @@ class ServerPool:
             self._refreshing.release()
 
     def look_at(self, server: Server) -> None:
-        """Ask a server for the version of its weights, because it may have been restarted.
+        """Request the version of the server's weights, because the server may have been restarted.
 
-        A server that was unavailable gets requests again. A server that responds slowly is assumed to be unchanged.
+        If the server was unavailable and responds, it receives requests again. If it responds slowly, its version is
+        assumed to be unchanged.
         """
         try:
             if server.down is not None:
@@ -234,7 +239,7 @@ class ServerPool:
 
     @property
     def all(self) -> list[Server]:
-        """All servers as a list. A copy is needed because another thread may change the dict."""
+        """All servers as a list. It is a copy, because other threads may change the dict."""
         return list(self.servers.values())
 
     @property
@@ -243,8 +248,8 @@ class ServerPool:
         return [server for server in self.all if server.down is None]
 
     def acquire(self, tokens: int, version: str | None, without: Collection[Server]) -> Server | None:
-        """Select the server with the lowest number of outstanding tokens that has ``version`` (None allows any version).
-        ``tokens`` are added to its outstanding tokens.
+        """Select the server with the fewest outstanding tokens among those with ``version`` (None: any version). Add
+        ``tokens`` to its outstanding tokens.
         """
         with self._lock:
             ready = [s for s in self.live if s not in without and version in (None, s.holds)]
@@ -256,7 +261,7 @@ class ServerPool:
             return chosen
 
     def release(self, server: Server, tokens: int) -> None:
-        """Subtract the tokens of a finished request from the outstanding tokens."""
+        """Subtract the tokens of a finished request from the server's outstanding tokens."""
         with self._lock:
             server.outstanding -= tokens
             last = not server.listed and not server.outstanding
@@ -264,7 +269,7 @@ class ServerPool:
             server.close()
 
     def _let_go(self, url: str) -> None:
-        """Remove a server from the list, and close it after its last response."""
+        """Remove a server from the list. Close it immediately if it is idle, otherwise after its last response."""
         with self._lock:
             server = self.servers.pop(url)
             server.listed, idle = False, not server.outstanding
@@ -272,7 +277,7 @@ class ServerPool:
             server.close()
 
     def failed(self, server: Server, error: RolloutServerError) -> None:
-        """Exclude a server until it is healthy again."""
+        """Record the error of a server. The server receives no requests until it is healthy again."""
         if server.down is None:
             logger.warning("rollout server %s is not used until it is healthy: %s", server.url, error)
         server.down = error

@@ -16,22 +16,23 @@ from posttrain.types import NEVER, Request, Rollout, Sampling
 if TYPE_CHECKING:
     from posttrain.pictures.processors import PictureProcessor
 
-# Environment variable that contains the token. A command-line argument would be visible in process lists.
+# Environment variable with the API token. A command-line argument would be visible in the list of processes.
 API_KEY_VARIABLE = "POSTTRAIN_API_KEY"
 # Loopback addresses. A server at one of them can share memory with this process.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Version name of a server's weights during an update and after a failed update.
 INCOMPLETE = "incomplete"
-# Value that vLLM returns instead of a log-prob of minus infinity.
+# Value that vLLM returns in JSON for a log-prob of minus infinity.
 NO_LOGP = -9999.0
-# vLLM's endpoint for token ids together with images. ``/v1/completions`` does not support images.
+# vLLM's endpoint for prompts that contain token ids and images. ``/v1/completions`` does not support images.
 GENERATE = "/inference/v1/generate"
 # Request fields that are not sampling parameters.
 BESIDE_SAMPLING = ("model", "token_ids", "content_parts", "return_token_ids")
 
 
 def check_token(host: str, api_key: str | None) -> None:
-    """Check that a server on an address other than loopback has a token. Otherwise any client could replace the weights.
+    """Check that a server has a token if it listens on an address other than loopback. Without a token, any client that
+    reaches the server could replace the weights.
 
     Raises:
         ConfigError: There is no token, and the address is not loopback.
@@ -44,13 +45,13 @@ def check_token(host: str, api_key: str | None) -> None:
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """Return the body of an error in the format of vLLM's server."""
+    """Return the JSON body of an error response in the format of vLLM's server."""
     return {"error": {"message": message, "code": status}}
 
 
 def sampling_body(sampling: Sampling) -> dict[str, Any]:
-    """Convert a `Sampling` to fields of ``/v1/completions``. All fields are sent, so that the model's generation config has
-    no effect.
+    """Convert a `Sampling` to fields of ``/v1/completions``. All fields are sent, so that the defaults in the model's
+    generation config are never used.
     """
     body: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens,
@@ -60,10 +61,11 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
         "min_p": sampling.min_p or 0.0,
         "repetition_penalty": sampling.repetition_penalty,
         "logprobs": sampling.top_logps or 0,
-        # The server stops only at the trainer's stop tokens. Its own tokenizer's eos token is ignored.
+        # Stop only at the trainer's stop tokens. The eos token of the server's own tokenizer is ignored.
         "ignore_eos": True,
         "stop_token_ids": list(sampling.stop_token_ids),
-        # vLLM rejects min_tokens > max_tokens, which could occur in a late turn of an episode with few tokens left.
+        # Limit min_tokens, because vLLM rejects min_tokens > max_tokens. This can occur in a late turn of an episode with few
+        # tokens left.
         "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
         "stop": list(sampling.stop_strings),
     }
@@ -78,7 +80,9 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
 
 
 def pictures_body(request: Request) -> dict[str, Any]:
-    """Return the image fields of `posttrain serve`: encoded bytes by digest, and the position of each image."""
+    """Return the image fields for `posttrain serve`: the encoded bytes of each image under their digest, and the
+    position of each image in the prompt.
+    """
     if not request.pictures:
         return {}
     sent = {image.picture.digest: base64.b64encode(image.picture.file_bytes()).decode() for image in request.pictures}
@@ -96,8 +100,8 @@ def pictures_body(request: Request) -> dict[str, Any]:
 
 
 def content_parts(request: Request, reader: PictureProcessor) -> dict[str, Any]:
-    """Return the image fields of `GENERATE`: PNG images, and token ids with one placeholder per image. vLLM expands the
-    placeholders.
+    """Return the image fields for `GENERATE`: PNG images, and token ids with one placeholder per image. vLLM replaces
+    each placeholder with the number of tokens that the image needs.
     """
     if not request.pictures:
         return {}
@@ -108,9 +112,9 @@ def content_parts(request: Request, reader: PictureProcessor) -> dict[str, Any]:
 
 
 def generate_body(sent: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert fields of ``/v1/completions`` and `content_parts` to fields of `GENERATE`."""
+    """Convert fields of ``/v1/completions`` to fields of `GENERATE`. ``sent`` also contains the fields of `content_parts`."""
     sampling = {k: v for k, v in sent.items() if k not in (*BESIDE_SAMPLING, "return_tokens_as_token_ids")}
-    # Request one log-prob more, because the sampled token counts as one of them.
+    # Request one more log-prob per position, because this endpoint counts the sampled token as one of them.
     sampling["logprobs"] += bool(sampling["logprobs"])
     return {k: sent[k] for k in BESIDE_SAMPLING} | {"sampling_params": sampling}
 
@@ -127,7 +131,7 @@ def completions_reply(reply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_expansion(choices: Sequence[Mapping[str, Any]], prompt: Sequence[int], url: str) -> None:
-    """Compare the token ids of a prompt with images on the server with those in the trainer.
+    """Check that the server and the trainer convert a prompt with images to the same token ids.
 
     Raises:
         BadRequest: The token ids differ (PT-G016).
@@ -146,7 +150,8 @@ def check_expansion(choices: Sequence[Mapping[str, Any]], prompt: Sequence[int],
 
 @contextlib.contextmanager
 def reading(reply: Any, url: str) -> Iterator[None]:
-    """Convert errors that occur while a response is parsed to a `RolloutServerError`, so that other servers are tried.
+    """Convert errors that occur while a response is parsed to a `RolloutServerError`, so that the request is sent to
+    another server.
 
     Args:
         reply: The response.
@@ -169,15 +174,15 @@ def checked_choices(
 
     Args:
         reply: The response.
-        prompt: Token ids or text. The token ids in the response are compared only with token ids.
+        prompt: Token ids or text. If it is text, the token ids in the response are not checked.
         n: Number of requested completions.
         most: Maximum number of tokens per completion.
         vocabulary: Vocabulary size. None if it is unknown.
         url: Address of the server, for messages.
 
     Raises:
-        RolloutServerError: The prompt differs, completions or log-probs are missing, or a token id is outside the
-            vocabulary.
+        RolloutServerError: The response is for another prompt, completions or log-probs are missing, or a token id is
+            outside the vocabulary.
     """
     choices = sorted(reply.get("choices") or [], key=lambda choice: choice.get("index", 0))
     wrong = "" if len(choices) == n else f"returned {len(choices)} completions instead of {n}"
@@ -197,12 +202,14 @@ def checked_choices(
 
 
 def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
-    """Return, for every token of a choice, pairs (token id, log-prob) sorted by rank, including the sampled token."""
+    """Return, for every token of a choice, the candidates as pairs (token id, log-prob), most likely first. They
+    include the sampled token.
+    """
     logprobs = choice["logprobs"]
     tops = logprobs.get("top_logprobs") or [None] * len(choice["token_ids"])
     lines = []
     for token, own, at in zip(choice["token_ids"], logprobs["token_logprobs"], tops, strict=True):
-        # Find the sampled token by its id, because the first entry is the most likely token.
+        # Find the sampled token by its id. It is not always the first entry, because entries are sorted by probability.
         pairs = {int(name.removeprefix("token_id:")): _number(value) for name, value in (at or {}).items()}
         pairs[token] = _number(own)
         lines.append(sorted(pairs.items(), key=lambda pair: -pair[1] if math.isfinite(pair[1]) else math.inf))
@@ -210,14 +217,15 @@ def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
 
 
 def _number(value: object) -> float:
-    """Convert a log-prob to a number. The result is NaN if the server returned no log-prob."""
+    """Convert a log-prob from a response to a number. If the server returned no log-prob, the result is NaN."""
     return math.nan if value is None or value <= NO_LOGP else float(value)
 
 
 def read_choice(choice: dict[str, Any], sampling: Sampling) -> Rollout:
     """Convert a checked choice to a rollout.
 
-    The log-probs are those of the sampled distribution. Log-probs before truncation are not available.
+    The server returns log-probs of the distribution after temperature and truncation. Log-probs before truncation are
+    not available.
     """
     ids = list(choice["token_ids"])
     reason = choice.get("finish_reason")
@@ -231,12 +239,12 @@ def read_choice(choice: dict[str, Any], sampling: Sampling) -> Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probs of one sequence after its prompt, at T positions.
+    """Log-probs of the T tokens of one sequence after its prompt.
 
     Attributes:
-        logps: Log-probs of the T tokens. NaN if the server returned none, e.g. for the first token of a sequence, or for the
-            last token of a full context.
-        top_ids: The k most likely tokens at each position, by rank.
+        logps: Log-probs of the T tokens. NaN where the server returned none, for example for the first token of a
+            sequence or for the last token of a full context.
+        top_ids: The k most likely tokens at each position, most likely first.
         top_logps: Log-probs of ``top_ids``.
     """
 
@@ -246,7 +254,7 @@ class Scores:
 
 
 def scores_of(ids: Sequence[int], begin: int, entries: Sequence[Any], top: int) -> Scores:
-    """Convert vLLM's ``prompt_logprobs`` of a sequence to scores. The first ``begin`` tokens are skipped."""
+    """Convert vLLM's ``prompt_logprobs`` of a sequence to `Scores`. The first ``begin`` tokens are not included."""
     scores = Scores([], [], [])
     for t in range(begin, len(ids)):
         at = (entries[t] if t < len(entries) else None) or {}

@@ -20,12 +20,12 @@ from posttrain.rollouts.shared_memory import shared_root
 
 
 def token_pattern(port: object) -> Path:
-    """Return the path pattern of files with tokens of servers on a port."""
+    """Return a pattern that matches the paths of all token files for servers on a port."""
     return shared_root() / f"posttrain-token-{port}-*"
 
 
 def _own_tokens(port: int) -> Iterator[Path]:
-    """Yield the token files of this user. Files of other users, and files that other users can read, are ignored."""
+    """Yield the token files that belong to this user. A file is skipped if another user owns it or can read it."""
     pattern = token_pattern(port)
     for path in pattern.parent.glob(pattern.name):
         with contextlib.suppress(OSError):
@@ -50,7 +50,9 @@ def write_token(port: int) -> Path:
 
 
 def find_token(port: int) -> str | None:
-    """Return the token of the last server that this user started on a port of this machine, or None if there is no file."""
+    """Return the token of the last server that this user started on a port of this machine. Return None if there is no
+    token file.
+    """
     with contextlib.suppress(OSError):
         newest = max(_own_tokens(port), key=lambda path: path.stat().st_mtime_ns, default=None)
         return None if newest is None else newest.read_text() or None

@@ -28,7 +28,8 @@ Bucket = list[tuple[str, Tensor]]
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
-    """Group tensors, in order, into buckets of up to ``limit`` bytes and one dtype. A larger tensor gets its own bucket.
+    """Group tensors, in order, into buckets of up to ``limit`` bytes. All tensors of a bucket have one dtype. A tensor
+    larger than ``limit`` gets its own bucket.
 
     >>> pairs = [("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(9)), ("d", torch.zeros(1).half())]
     >>> [[name for name, _ in bucket] for bucket in buckets(pairs, 16)]
@@ -49,15 +50,15 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucke
 
 
 BUCKET_BYTES = 512 * 2**20
-# Size of buckets in shared memory, in bytes. Small buckets let writing overlap with loading, and cost no round trips.
+# Size in bytes of a bucket in shared memory. With small buckets, writing one bucket overlaps with loading the previous one.
 SHARED_BYTES = 64 * 2**20
 Step = Callable[["VLLMClient"], None]
 Result = WeightSyncError | None
 
 
 class Pusher:
-    """Sends one version of the weights to several servers at the same time. It writes a bucket while the servers load
-    the previous one.
+    """Sends one version of the weights to several servers at the same time. While the servers load a bucket, the next
+    bucket is written.
 
     Servers on this machine read buckets from shared memory. Servers with vLLM's NCCL backend receive broadcasts between
     GPUs.
@@ -74,15 +75,14 @@ class Pusher:
     def push(
         self, tensors: Iterable[tuple[str, Tensor]], clients: Sequence[VLLMClient], version: str
     ) -> dict[VLLMClient, Result]:
-        """Update all servers. Return None for each server that confirmed the version, and the error for each server
-        that failed.
+        """Update all servers. The result of a server is None if it confirmed the version, else the error.
 
-        All tensors are read even after an error, because reading can be a collective operation.
+        All tensors are read even after an error, because reading a sharded weight can be a collective operation.
 
         Args:
             tensors: All weights, in the engine's dtype.
             clients: Clients of the servers.
-            version: New name of the weights.
+            version: New name of the weights on the servers.
         """
         results: dict[VLLMClient, Result] = dict.fromkeys(clients)
 
@@ -107,7 +107,7 @@ class Pusher:
                 for number, bucket in enumerate(buckets(iterator, limit)):
                     if all(results.values()):
                         break
-                    # The file of this bucket can be overwritten now, because the servers have loaded its previous content.
+                    # Overwrite the file of this bucket only now, because the servers have loaded its previous content.
                     sent = start(self._sender(bucket, number, by_memory))
                     settle(earlier)
                     earlier = sent
@@ -119,8 +119,8 @@ class Pusher:
         return results
 
     def _sender(self, bucket: Bucket, number: int, by_memory: bool) -> Step:
-        """Return a function that sends a bucket to a server. If a server reads from shared memory, the bucket is first
-        written there.
+        """Return a function that sends a bucket to a server. If any server reads from shared memory, the bucket is
+        written there first.
         """
         path, part = self.file(number), {}
         try:
@@ -137,12 +137,12 @@ class Pusher:
 
     @property
     def folder(self) -> Path:
-        """Folder in shared memory for servers on this machine."""
+        """Folder in shared memory with the buckets for servers on this machine."""
         self._folder = self._folder or SharedFolder()
         return self._folder.path
 
     def file(self, number: int) -> Path:
-        """Return one of two files. One file is written while servers read the other file."""
+        """Return the path of one of two files that are used in turn. One file is written while servers read the other one."""
         return self.folder / f"bucket-{number % 2}.safetensors"
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ def _refuse(error: WeightSyncError, client: VLLMClient) -> None:
 
 
 def as_sync_error(client: VLLMClient, error: RolloutServerError) -> WeightSyncError:
-    """Convert an error to a `WeightSyncError`."""
+    """Convert any error of a server to a `WeightSyncError`, which names the server and the phase of the update."""
     if isinstance(error, WeightSyncError):
         return error
     wrapped = WeightSyncError(f"weights did not reach {client.base_url}: {error}", phase="bucket", url=client.base_url)
@@ -166,10 +166,11 @@ def as_sync_error(client: VLLMClient, error: RolloutServerError) -> WeightSyncEr
 
 
 class NcclSender:
-    """Trainer's side of vLLM's NCCL weight transfer: metadata over HTTP, and tensors in packed broadcasts between GPUs.
+    """Trainer's side of vLLM's NCCL weight transfer. Metadata is sent over HTTP, and tensors are broadcast between GPUs
+    in packed buffers.
 
-    It is for servers started with ``--weight-transfer-config '{"backend": "nccl"}'``, as TRL starts them. It has not been
-    tested on a GPU. The default is shared memory.
+    It is used for servers that were started with ``--weight-transfer-config '{"backend": "nccl"}'``, as TRL starts
+    them. It has not been tested on a GPU. All other servers get weights through shared memory.
 
     Args:
         client: Client of the server.
@@ -195,7 +196,7 @@ class NcclSender:
         with ThreadPoolExecutor(max_workers=1) as pool:
             body, limit = {"init_info": info}, client.sync_timeout
             answer = pool.submit(client.call, "POST", "/init_weight_transfer_engine", body, timeout=limit)
-            # In this call, the trainer and the server form a process group.
+            # This call creates the process group of trainer and server.
             self.group: Any = common.trainer_init(info)
             answer.result()
 
@@ -206,7 +207,7 @@ class NcclSender:
         part["dtype_names"] = [str(t.dtype).removeprefix("torch.") for _, t in bucket]
         part |= self.told
         pairs = ((name, tensor.cuda()) for name, tensor in bucket)
-        # vLLM packs tensors on its own streams, which do not wait for the streams of this process.
+        # Synchronize first, because vLLM packs tensors on its own CUDA streams, which do not wait for this process's streams.
         torch.cuda.synchronize(self.device)
         with ThreadPoolExecutor(max_workers=1) as pool:
             answer = pool.submit(self.client.send_part, **part)
@@ -216,5 +217,5 @@ class NcclSender:
             answer.result()
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the NCCL group."""
         self.group.destroy()

@@ -1,4 +1,4 @@
-"""Availability of optional packages, from module specs and package metadata. Nothing is imported."""
+"""Functions that return whether optional packages are installed. They read module specs and metadata, and import no package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.integrations import is_available
 
 logger = logging.getLogger(__name__)
 
-# Minimum version from the table of requirements. It is the default of `is_liger_kernel_available`.
+# Minimum version of liger-kernel, from the table of requirements. It is the default of `is_liger_kernel_available`.
 LIGER_MINIMUM = "0.8.0"
 
 
@@ -50,8 +50,8 @@ def is_liger_kernel_available(min_version: str = LIGER_MINIMUM) -> bool:
 
 
 def is_vllm_available(min_version: str | None = None) -> bool:
-    """Return whether ``vllm`` is installed, in ``min_version`` or later. A version outside the tested range only logs a
-    warning.
+    """Return whether ``vllm`` is installed, in ``min_version`` or later. If the installed version was not tested, a
+    warning is logged.
     """
     if not is_available("vllm"):
         return False

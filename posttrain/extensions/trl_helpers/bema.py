@@ -37,24 +37,25 @@ class BEMACallback(transformers.TrainerCallback):
         E       = (1 - beta_t) * E + beta_t * theta_t
         result  = E + alpha_t * (theta_t - theta_0)
 
-    With ``ema_power=0``, ``E`` equals the current weights. With ``bias_power=0``, the correction does not decrease over
-    time. With a large ``bias_power``, it is almost 0. Only trained parameters are averaged, in float32. With an
-    adapter, these are the adapter's parameters. The state is saved in every checkpoint and restored on resume. The last
-    step is always included, so that a short run does not save its initial weights.
+    With ``ema_power=0``, ``E`` equals the current weights. With ``bias_power=0``, the correction ``alpha_t`` stays 1.
+    With a large ``bias_power``, it is almost 0. Only trained parameters are averaged, in float32. If an adapter is
+    trained, these are its parameters. The state is saved in every checkpoint and restored on resume. The average always
+    includes the weights after the last step, because otherwise a run with few steps would save its initial weights.
 
     Args:
         update_freq: Number of optimizer steps between two updates, counted from ``update_after``.
-        ema_power: Exponent of ``beta_t``, at least 0. With a larger value, the average reacts less to later weights.
-        bias_power: Exponent of ``alpha_t``, at least 0. With a larger value, the correction decreases faster.
+        ema_power: Exponent of ``beta_t``, at least 0. The larger it is, the less the average changes in later steps.
+        bias_power: Exponent of ``alpha_t``, at least 0. The larger it is, the faster the correction decreases.
         lag: Constant ``lag`` in the formulas.
-        update_after: Step of the snapshot (0: the beginning). Averaging begins after it.
+        update_after: Step after which the snapshot ``theta_0`` is taken. 0: before the first step. Averaging begins
+            after it.
         multiplier: Factor of the step in the formulas.
         min_ema_multiplier: Lower bound of ``beta_t``, between 0 and 1.
         device: Device of snapshot and average.
         update_ref_model: Whether to copy the result into the trainer's reference model.
-        ref_model_update_freq: Number of steps between two updates of the reference, counted from
+        ref_model_update_freq: Number of steps between two updates of the reference model, counted from
             ``ref_model_update_after``.
-        ref_model_update_after: First step at which the reference may change.
+        ref_model_update_after: Step before which the reference model does not change.
 
     Raises:
         ConfigError: A value is out of range.
@@ -68,7 +69,7 @@ class BEMACallback(transformers.TrainerCallback):
     (0.1, 0.398107)
     """
 
-    # Reference model that `update_ref_model` updates, if the trainer passes no ``ref_model`` to its callbacks.
+    # Reference model that is updated if the trainer passes no ``ref_model`` to its callbacks.
     ref_model: Any = ABSENT
 
     def __init__(
@@ -123,11 +124,11 @@ class BEMACallback(transformers.TrainerCallback):
         self._moved_reference = False
 
     def alpha(self, step: int) -> float:
-        """Return the size of the bias correction at a step."""
+        """Return ``alpha_t``, the size of the bias correction at a step."""
         return (self.lag + self.multiplier * step) ** -self.bias_power
 
     def beta(self, step: int) -> float:
-        """Return the weight of the current parameters in the average at a step."""
+        """Return ``beta_t``, the weight of the current parameters in the average at a step."""
         return max((self.lag + self.multiplier * step) ** -self.ema_power, self.min_ema_multiplier)
 
     def updates_at(self, step: int) -> bool:
@@ -144,13 +145,14 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Take the snapshot, or restore the state of the checkpoint."""
+        """Take the snapshot of the initial weights, or restore the state from the checkpoint."""
         model = unwrapped(model)
         self._forget()
         self._refuse(model)
         reference = self._reference(model, kwargs) if self.update_ref_model else None
         if not (state.is_world_process_zero or self.update_ref_model):
-            # Without a reference model, one rank is enough, because the weights are equal on all ranks.
+            # Only the main process needs the state, because all ranks have equal weights and there is no reference model to
+            # update.
             return
         self._snapshot(model)
         if state.global_step > self.update_after:
@@ -164,7 +166,7 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Update the average and the reference if they are due."""
+        """Update the average, and the reference model, if the step is one of their update steps."""
         if not self._start:
             return
         model, step = unwrapped(model), state.global_step
@@ -187,8 +189,8 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Compute the result now, because early stopping is decided here and the best weights may replace the last
-        weights afterwards.
+        """Compute the result with the current weights. It cannot wait until training ends, because early stopping is
+        decided here, and the best weights may then replace the current weights.
         """
         if args.load_best_model_at_end:
             self._finish(unwrapped(model), state)
@@ -201,7 +203,7 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save the state in the checkpoint that was just written."""
+        """Save the state of the average in the checkpoint that was just written."""
         if args.load_best_model_at_end:
             self._finish(unwrapped(model), state)
         folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
@@ -224,7 +226,7 @@ class BEMACallback(transformers.TrainerCallback):
         processing_class: Tokenizer | None = None,
         **_: Any,
     ) -> None:
-        """Save the averaged model."""
+        """Save the model with the averaged weights."""
         if not (self._start and state.is_world_process_zero):
             return
         model = unwrapped(model)
@@ -275,7 +277,7 @@ class BEMACallback(transformers.TrainerCallback):
 
     @torch.no_grad()
     def _finish(self, model: nn.Module, state: TrainerState) -> None:
-        """Compute the result including the current weights. The running state is not changed."""
+        """Compute the result with the current weights included in the average. The state of the average is not changed."""
         step = state.global_step
         if not (self._start and state.is_world_process_zero):
             return
@@ -327,7 +329,7 @@ class BEMACallback(transformers.TrainerCallback):
                 self._moved_reference = True
 
     def _reference(self, model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-        """Return the trainer's reference model after validation."""
+        """Return the trainer's reference model. Raise an error if it cannot be updated."""
         reference = kwargs.get("ref_model", self.ref_model)
         if reference is ABSENT:
             raise ConfigError(
@@ -359,7 +361,9 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """Convert a tensor to at least float32. In bfloat16 an update of 1 % would be rounded away."""
+    """Convert a tensor to float32 unless its dtype is wider. In bfloat16, small updates of the average would
+    be rounded away.
+    """
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -375,7 +379,7 @@ def _copy_into(reference: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def _save(model: nn.Module, values: dict[str, Tensor], folder: Path) -> None:
-    """Save the model with these values. The model itself is not changed, and tied weights stay tied."""
+    """Save the model with the given values of its parameters. The model itself is not changed, and tied weights stay tied."""
     named = dict(model.named_parameters())
     replaced = {id(named[name]): value.to(named[name].dtype) for name, value in values.items()}
     state = {name: replaced.get(id(v), v.detach()) for name, v in model.state_dict(keep_vars=True).items()}

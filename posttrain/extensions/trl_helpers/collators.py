@@ -1,4 +1,4 @@
-"""Collators with TRL's names, for custom training loops. The trainers here do not use them."""
+"""Collators with TRL's names, for custom training loops. The trainers of this library do not use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Example = Mapping[str, Any]
 
 
 def identity(x: Any) -> Any:
-    """Return the argument. It is the collator of trainers that read raw rows.
+    """Return the argument. Trainers that need raw rows use this function as their collator.
 
     >>> identity([{"prompt": "2 + 2 ="}])
     [{'prompt': '2 + 2 ='}]
@@ -30,10 +30,10 @@ def identity(x: Any) -> Any:
 
 
 def has_column(examples: Sequence[Example], key: str) -> bool:
-    """Return whether the rows have an optional column. None counts as missing.
+    """Return whether the rows of a batch have an optional column. A value of None counts as missing.
 
     Raises:
-        DataError: Only some rows have it.
+        DataError: Some rows have the column and others do not.
     """
     present = [example.get(key) is not None for example in examples]
     if any(present) and not all(present):
@@ -62,9 +62,7 @@ def token_row(example: Example, key: str, row: int, *, empty: bool = False) -> T
 
 
 def floats(examples: Sequence[Example], key: str) -> dict[str, Tensor]:
-    """Return an optional column of numbers as a dict with one float32 tensor ``(B,)``. Return {} if the column is
-    missing.
-    """
+    """Return an optional column of numbers as a dict with one float32 tensor ``(B,)``. If the column is missing, return {}."""
     if not has_column(examples, key):
         return {}
     for row, example in enumerate(examples):
@@ -74,7 +72,7 @@ def floats(examples: Sequence[Example], key: str) -> dict[str, Tensor]:
 
 
 class Collator(ABC):
-    """Base class of collators, which validates options and batches. Subclasses redeclare the fields."""
+    """Base class of collators. It checks options and batches. Subclasses declare its fields again."""
 
     pad_token_id: int
     max_length: int | None = None
@@ -112,7 +110,7 @@ class Collator(ABC):
 
     @abstractmethod
     def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
-        """Collate validated rows. Subclasses override it."""
+        """Convert checked rows to a batch. Subclasses override it."""
 
 
 def pad_ids(rows: Sequence[Tensor], pad_token_id: int, multiple: int | None) -> dict[str, Tensor]:
@@ -126,7 +124,7 @@ def pad_ids(rows: Sequence[Tensor], pad_token_id: int, multiple: int | None) -> 
 
 @dataclass
 class DataCollatorForLanguageModeling(Collator):
-    """Pad rows to the longest one, or concatenate them to a single row without padding.
+    """Pad rows to the length of the longest row, or concatenate all rows to a single row without padding.
 
     Rows have ``input_ids`` and optionally ``labels`` (default: the ids) and ``seq_lengths`` (lengths of the documents
     in a packed row). A padded batch has ``input_ids``, ``attention_mask`` and ``labels``, all ``(B, L)``. A
@@ -222,11 +220,11 @@ class DataCollatorForLanguageModeling(Collator):
 
 
 class _PromptCollator(Collator):
-    """Base class of collators of a prompt with completions."""
+    """Base class of collators for rows that consist of a prompt and one or several completions."""
 
     def _joined(self, examples: Sequence[Example], column: str) -> tuple[list[Tensor], list[Tensor]]:
-        """Concatenate prompt and completion of every row, truncate to ``max_length``, and return a mask of the
-        completion.
+        """Concatenate prompt and completion of every row and truncate the result to ``max_length``. Return the token
+        ids and a mask that is 1 for completion tokens.
         """
         limit = self.max_length
         part = slice(-limit, None) if limit is not None and self.truncation_mode == "keep_end" else slice(limit)
@@ -245,8 +243,8 @@ class _PromptCollator(Collator):
         return ids, masks
 
     def _stacked(self, examples: Sequence[Example], columns: Sequence[str]) -> dict[str, Tensor]:
-        """Stack the sequences of a batch: first all rows with the completion in the first column, then all rows with
-        the completion in the second column, and so on.
+        """Build one batch from several completion columns: first the prompts of all rows with the completion in the
+        first column, then the prompts of all rows with the completion in the second column, and so on.
         """
         ids: list[Tensor] = []
         masks: list[Tensor] = []
@@ -295,9 +293,9 @@ class DataCollatorForUnpairedPreference(_PromptCollator):
     """Collate labeled answers for KTO, optionally with mismatched completions for the KL.
 
     Rows have ``prompt_ids``, ``completion_ids``, ``label`` and optionally ``KL_completion_ids``, ``ref_logps`` and
-    ``ref_KL_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(B, L)`` int64. For the
-    KL it also has these three tensors with the prefix ``KL_`` and a different length. ``label`` is ``(B,)`` bool, and
-    the log-probs are ``(B,)`` float32.
+    ``ref_KL_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(B, L)`` int64. If rows
+    have ``KL_completion_ids``, the batch also has ``KL_input_ids``, ``KL_attention_mask`` and ``KL_completion_mask``,
+    whose length may differ. ``label`` is ``(B,)`` bool, and the log-probs are ``(B,)`` float32.
 
     Attributes:
         pad_token_id: Value of padding in ``input_ids``.
@@ -320,7 +318,7 @@ class DataCollatorForUnpairedPreference(_PromptCollator):
 
 
 def label_of(example: Example, row: int) -> bool:
-    """Convert a label to a bool."""
+    """Convert a label (bool, 0 or 1) to a bool."""
     value = scalar(example.get("label"))
     if not isinstance(value, int) or value not in (0, 1):
         raise DataError(f"row {row} of the batch, column 'label', is {value!r}; it must be True or False (or 1 or 0).")

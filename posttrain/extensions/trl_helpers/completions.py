@@ -1,4 +1,4 @@
-"""`LogCompletionsCallback`: completions of a fixed set of prompts, sampled at intervals during training."""
+"""`LogCompletionsCallback`: samples completions of a fixed set of prompts at intervals during training, and logs them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ FILE = "logged_completions.jsonl"
 COLUMNS = ["step", "prompt", "completion"]
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 MAX_NEW_TOKENS = 256
-# Default of transformers if a generation config enables sampling but sets no top_k.
+# Value of top_k that transformers uses if a generation config enables sampling without setting top_k.
 TOP_K = 50
-# Fields of a generation config that are supported, or that do not affect which tokens are sampled.
+# Fields of a generation config that are converted, or that have no influence on the sampled tokens.
 KNOWN = (
     "bos_token_id", "cache_implementation", "do_sample", "eos_token_id", "max_new_tokens", "min_p", "output_attentions",
     "output_hidden_states", "pad_token_id", "repetition_penalty", "temperature", "top_k", "top_p", "transformers_version",
@@ -47,7 +47,7 @@ KNOWN = (
 
 
 def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn.Module, *, seed: int) -> Sampling:
-    """Convert a generation config of transformers. None uses the model's generation config with up to 256 new tokens.
+    """Convert a generation config of transformers. None: the model's generation config, with up to 256 new tokens.
 
     Raises:
         ConfigError: The passed config contains a setting that engines do not support (beams, stop strings, ...).
@@ -75,19 +75,19 @@ def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn
 
 
 class EvalPrompts:
-    """Tokenized prompts of an evaluation set, for completion with the current model.
+    """Tokenized prompts of an evaluation set, and a method that completes them with the current model.
 
-    Engines get token ids, and run in eval mode without gradients. Dropout, gradient checkpointing, the tokenizer's padding side
-    and the random state of training are not changed.
+    The model is in eval mode and computes no gradients. Dropout, gradient checkpointing, the tokenizer's padding side
+    and the random state of training are the same afterwards.
 
     Args:
         trainer: Trainer with a tokenizer. Its ``eval_dataset`` contains the prompts.
         generation_config: Sampling settings; see `to_sampling`.
-        num_prompts: Number of rows to use, from the start of the dataset. None uses all rows.
+        num_prompts: Number of rows to use, from the start of the dataset. None: all rows.
         dataset: Dataset to use instead of ``eval_dataset``.
 
     Raises:
-        ConfigError: The evaluation set is missing, there are several, or it is a stream and ``num_prompts`` is None.
+        ConfigError: There is no evaluation set or more than one, or it is a stream and ``num_prompts`` is None.
         DataError: A row has no prompt, or a prompt is so long that no completion fits into the context.
     """
 
@@ -106,7 +106,7 @@ class EvalPrompts:
         rows = _rows(trainer.eval_dataset if dataset is None else dataset, name, num_prompts)
         check_prompts(rows, name, self.tokenizer)
         self.rows = [{key: row[key] for key in PROMPT_COLUMNS if row.get(key) is not None} for row in rows]
-        # Read the option with a default, because the trainer can be any trainer of transformers.
+        # The trainer may be any trainer of transformers, whose config may not have this option.
         kwargs = getattr(trainer.args, "chat_template_kwargs", None)
         self.ids = tokenize_prompts(
             self.rows, self.tokenizer, chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None
@@ -117,7 +117,7 @@ class EvalPrompts:
 
     @property
     def prompts(self) -> list[Any]:
-        """Prompts in the format of the dataset."""
+        """Prompts as they are in the dataset."""
         return [row["prompt"] for row in self.rows]
 
     def _check_room(self, name: str) -> None:
@@ -131,7 +131,7 @@ class EvalPrompts:
                 )
 
     def complete(self) -> list[str]:
-        """Generate one completion per prompt. Return all completions in order on every rank. Every rank must call this."""
+        """Generate one completion per prompt. Every rank must call it, and every rank gets all completions in order."""
         trainer = self.trainer
         accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size
         if self._engine is None:
@@ -140,7 +140,7 @@ class EvalPrompts:
             )
         share = -(-len(self.ids) // accelerator.num_processes)
         first = share * accelerator.process_index
-        # This list can be empty. The rank then still takes part in the collective operation below.
+        # Indices of this rank's prompts. Even if there are none, the rank takes part in the collective operation below.
         mine = list(range(len(self.ids)))[first : first + share]
         texts: list[str] = []
         with torch.no_grad(), accelerator.autocast(), parallel.whole_parameters(trainer.model_wrapped, accelerator):
@@ -149,7 +149,7 @@ class EvalPrompts:
         return parallel.all_gather_objects(texts, accelerator)
 
     def _batch(self, indices: list[int]) -> list[str]:
-        # Each batch has its own seed, which is the same at every step. Differences between steps are then caused only by the
+        # The seed of a batch is the same at every step, so that completions of different steps differ only because of the
         # model.
         sampling = replace(self.sampling, seed=(self.sampling.seed or 0) + indices[0])
         assert self._engine is not None
@@ -183,7 +183,8 @@ def _rows(dataset: AnyDataset, name: str, num_prompts: int | None) -> datasets.D
 
 
 class LogCompletionsCallback(transformers.TrainerCallback):
-    """Callback that completes evaluation prompts every ``freq`` steps, and logs the completions as a growing table.
+    """Completes evaluation prompts every ``freq`` steps, and logs the completions as a table that grows during
+    training.
 
     Rows ``step, prompt, completion`` are appended to ``<output_dir>/logged_completions.jsonl``. The whole table is sent to the
     trackers in ``report_to`` that support tables (wandb, comet, trackio, mlflow). A resumed run continues the table of its
@@ -191,10 +192,10 @@ class LogCompletionsCallback(transformers.TrainerCallback):
 
     Args:
         trainer: Trainer to which the callback is added.
-        generation_config: Sampling settings of transformers (``max_new_tokens``, ``do_sample``, ``temperature``, ...). None uses
-            the model's generation config with up to 256 new tokens.
-        num_prompts: Number of rows to use, from the start of the dataset. None uses all rows.
-        freq: Number of optimizer steps after which completions are sampled again. None uses the evaluation interval.
+        generation_config: Sampling settings of transformers (``max_new_tokens``, ``do_sample``, ``temperature``, ...).
+            None: the model's generation config, with up to 256 new tokens.
+        num_prompts: Number of rows to use, from the start of the dataset. None: all rows.
+        freq: Number of optimizer steps between two samplings. None: the evaluation interval.
         dataset: Dataset to use instead of ``trainer.eval_dataset``.
 
     Raises:
@@ -221,7 +222,7 @@ class LogCompletionsCallback(transformers.TrainerCallback):
         self._attempts = Attempts()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Load the table of a resumed run, or move the table of an earlier run to another file."""
+        """Load the table of a resumed run. In a new run, move the table of an earlier run to another file."""
         self.table, self._last_step = [], -1
         path = Path(args.output_dir or ".") / FILE
         if not (state.is_world_process_zero and path.is_file()):
@@ -237,7 +238,7 @@ class LogCompletionsCallback(transformers.TrainerCallback):
             part.write_text("".join(map(_line, self.table)), encoding="utf-8")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Sample and log completions if the interval has passed, once per step."""
+        """Sample and log completions if ``freq`` steps have passed."""
         step = state.global_step
         if step == self._last_step or step % (self.freq or state.eval_steps or 1) != 0:
             return

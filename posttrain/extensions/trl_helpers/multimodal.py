@@ -1,5 +1,5 @@
-"""Collators for rows with images, and functions that convert messages with images, under TRL's names. They are for
-custom training loops. The trainers here do not use them.
+"""Collators for rows with images, and functions that convert messages with images. They have TRL's names and are for
+custom training loops. The trainers of this library do not use them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from posttrain.values import strip_none
 
 
 class VisionCollator(Collator):
-    """Base class of collators of raw rows with images, which are tokenized per batch.
+    """Base class of collators for raw rows with images. The rows are tokenized when the batch is built.
 
     Rows have ``image`` or ``images``, or images inside their messages. Batches have the processor's image tensors in
     addition to the tokens.
@@ -39,18 +39,18 @@ class VisionCollator(Collator):
 
     @functools.cached_property
     def reader(self) -> PictureProcessor:
-        """The image processor, as in the trainers."""
+        """The image processor that the trainers of this library use too."""
         return PictureProcessor(self.processor)
 
     def _pieces(self, row: dict[str, Any], branches: Sequence[str]) -> list[tuple[str, list[Any]]]:
-        """Return text and images of a row's prompt and answers."""
+        """Return text and images of a row's prompt, and of its answer in each of the ``branches``."""
         return row_segments(row, self.reader, branches, "text")[0]
 
     def _read(
         self, examples: Sequence[Example], branches: Sequence[str] = ()
     ) -> tuple[list[list[Picture]], list[list[list[int]]]]:
-        """Return for each row its images, and the token ids of its prompt and answers (or of the pieces of a
-        document).
+        """Return the images of each row, and the token ids of its prompt and answers. For a row with a document,
+        return the ids of the document's parts.
         """
         if self.pad_to_multiple_of is not None and "prompt" in examples[0]:
             raise NotImplementedError(
@@ -71,8 +71,8 @@ class VisionCollator(Collator):
         return pictures, rows
 
     def _batch(self, rows: Sequence[Sequence[list[int]]], pictures: Sequence[list[Picture]] = ()) -> dict[str, Any]:
-        """Collate rows, truncated to ``max_length``, and add image tensors. A row is a list of pieces in which every
-        second piece is an answer.
+        """Truncate rows to ``max_length``, pad them, and add the image tensors. A row is a list of token sequences in
+        which every second sequence is an answer.
 
         Raises:
             DataError: Truncation would split an image.
@@ -89,13 +89,14 @@ class VisionCollator(Collator):
 
 
 def _ignoring(ids: Tensor, kept: Tensor) -> Tensor:
-    """Return labels ``(B, T)``: ids where ``kept`` is 1, else -100."""
+    """Return labels ``(B, T)``: the token id where ``kept`` is 1, else -100."""
     return ids.masked_fill(kept == 0, IGNORED)
 
 
 @dataclass
 class DataCollatorForVisionLanguageModeling(VisionCollator):
-    """Collate ``messages``, text, or ``prompt`` and ``completion``, with images, for supervised fine-tuning.
+    """Collate rows with images for supervised fine-tuning. Rows have ``messages``, text, or ``prompt`` and
+    ``completion``.
 
     The batch has ``input_ids``, ``attention_mask`` and ``labels``, ``(B, L)``, and the processor's tensors of images.
 
@@ -106,7 +107,7 @@ class DataCollatorForVisionLanguageModeling(VisionCollator):
         pad_to_multiple_of: Round L up to a multiple of this number. Only for messages and texts.
         dataset_text_field: Column with text.
         assistant_only_loss: Whether only the assistant's turns contribute to the loss.
-        chat_template: Replaces the processor's chat template.
+        chat_template: Chat template that is used instead of the processor's.
         return_tensors: Only ``pt`` is supported.
     """
 
@@ -169,7 +170,8 @@ class DataCollatorForVisionPreference(VisionCollator):
 
 @dataclass
 class DataCollatorForVisionUnpairedPreference(VisionCollator):
-    """Collate labeled answers with images for KTO, and each prompt with the previous row's answer for the KL.
+    """Collate labeled answers with images for KTO. For the KL, each prompt is also combined with the previous row's
+    answer.
 
     The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(B, L)``, the same with the prefix ``KL_``,
     ``label (B,)`` bool, and the processor's tensors of images.
@@ -199,7 +201,8 @@ class DataCollatorForVisionUnpairedPreference(VisionCollator):
 
 @dataclass
 class DataCollatorForVisionLanguageChatML(VisionCollator):
-    """Collate prompts and completions with images for distillation: training sequences, and prompts to sample from.
+    """Collate prompts and completions with images for distillation. The batch has training sequences, and prompts for
+    sampling.
 
     The batch has ``input_ids``, ``attention_mask``, ``labels`` (-100 on the prompt) and ``byte_offsets (B, L, 2)``, the
     start and end in bytes of each loss token within its completion. It also has ``prompts`` and
@@ -233,8 +236,8 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
         }
 
     def _byte_offsets(self, labels: Tensor) -> Tensor:
-        """Compute byte offsets ``(B, T, 2)``. In a byte-level tokenizer, each character of a token's string stands for
-        one byte.
+        """Compute the byte offsets ``(B, T, 2)`` of loss tokens. In a byte-level tokenizer, a token's string has one
+        character per byte.
         """
         pieces = self.processor.tokenizer.convert_ids_to_tokens
         sizes = [[0 if one == IGNORED else len(pieces([one])[0]) for one in row] for row in labels.tolist()]
@@ -244,7 +247,7 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
 
 
 def _message_text(value: object) -> str:
-    """Return the text of messages without template and images."""
+    """Return the text of messages, without the chat template and without images."""
     if isinstance(value, str):
         return value
     contents = [message.get("content") or "" for message in value]
@@ -253,7 +256,7 @@ def _message_text(value: object) -> str:
     return "\n".join(filter(None, ("\n".join(filter(None, one)) for one in texts)))
 
 
-# Roles whose text is wrapped in a content block. Their messages contain no image placeholders.
+# Roles whose text is converted to a text block. Messages with these roles cannot contain image placeholders.
 WRAPPED = (
     "assistant",
     "system",
@@ -268,7 +271,8 @@ def prepare_multimodal_messages(
     """Convert messages to lists of content blocks, with one block per image. The original messages are not changed.
 
     If no message has a placeholder, placeholders for all images are added before the text of the first user message.
-    Placeholders are filled in reading order. Blocks that already contain an image are not changed or counted.
+    Images replace the placeholders in reading order. Blocks that already contain an image stay unchanged and are not
+    counted.
 
     Args:
         messages: Messages whose content is text or blocks.
@@ -316,7 +320,7 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _without_none(block: dict[str, Any]) -> dict[str, Any]:
-    """Remove keys whose value is None. Arrow adds such keys if other blocks of the column have them."""
+    """Remove keys whose value is None. Arrow adds such keys to a block if other blocks of the column have them."""
     return {key: value for key, value in block.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""Small utilities of TRL that scripts import and that the trainers here do not need."""
+"""Small utilities that scripts import from TRL. The trainers of this library do not need them."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ EnvironmentFactory = Callable[[], _Resettable]
 
 
 class TRLExperimentalWarning(UserWarning):
-    """TRL's warning category for methods that may change. posttrain never emits it. It exists so that warning filters
-    that name it keep working.
+    """TRL's warning category for methods that may change. posttrain never emits this warning. The class exists so that
+    scripts with a filter for it still run.
     """
 
 
 def decode_and_strip_padding(
     inputs: torch.Tensor, tokenizer: Tokenizer, attention_mask: torch.Tensor | None = None
 ) -> list[str]:
-    """Decode padded rows of token ids. Special tokens and reasoning blocks are kept, padding is removed.
+    """Decode padded rows of token ids. Padding is removed. Special tokens and reasoning blocks are kept.
 
-    Padding is removed from both ends of a row; a pad token inside a row is kept. If the pad token equals the end token,
-    pass ``attention_mask`` to keep the end token.
+    Padding is removed at both ends of a row. A pad token between other tokens is kept. If the pad token is also the end
+    token, pass ``attention_mask``, so that the end token is kept.
 
     Args:
         inputs: (B, T) integer token ids.
@@ -79,7 +79,8 @@ def ensure_master_addr_port(addr: str | None = None, port: int | None = None) ->
 
     Args:
         addr: Host of rank 0. None: ``localhost``.
-        port: Port from 1 to 65535. None or 0: the environment's port, or a free one if it is unset, 0 or "auto".
+        port: Port from 1 to 65535. None or 0: the port of the environment, or a free port if the environment has none,
+            0 or "auto".
     """
     os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR") or addr or "localhost"
     named = os.environ.get("MASTER_PORT", "").strip()
@@ -89,7 +90,7 @@ def ensure_master_addr_port(addr: str | None = None, port: int | None = None) ->
 
 
 def init_zero_verbose() -> None:
-    """Show only errors, formatted by rich, and send Python warnings to the log."""
+    """Configure logging: show only errors, format them with rich, and send Python's warnings to the log."""
     logging.basicConfig(format="%(message)s", datefmt="[%X]", handlers=[RichHandler()], level=logging.ERROR)
     logging.captureWarnings(True)
     warnings.simplefilter("default")
@@ -111,7 +112,7 @@ def profiling_context(trainer: Any, name: str) -> Iterator[None]:
 
 
 def profiling_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Measure each call of a trainer's method with `profiling_context`."""
+    """Decorate a method of a trainer, so that each call is measured with `profiling_context`."""
 
     @functools.wraps(function)
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:

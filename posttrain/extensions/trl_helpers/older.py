@@ -28,7 +28,7 @@ START, END = "<|im_start|>", "<|im_end|>"
 
 
 def is_peft_available() -> bool:
-    """Return True: peft is a requirement of this package."""
+    """Return True, because peft is always installed with this package."""
     return True
 
 
@@ -46,8 +46,8 @@ def setup_chat_format(
         model: Language model. Modified in place.
         tokenizer: Its tokenizer. Modified in place.
         format: ``chatml``, the only format.
-        resize_to_multiple_of: Round the number of embeddings up to a multiple of this number. None: one embedding per
-            token.
+        resize_to_multiple_of: Round the number of embeddings up to a multiple of this number. None: as many embeddings
+            as tokens.
 
     Returns:
         The model and the tokenizer.
@@ -70,16 +70,16 @@ def setup_chat_format(
 
 
 class DataCollatorForCompletionOnlyLM:
-    """Collator with loss only on the tokens after a response template.
+    """Collator that masks all tokens except those after a response template, so that only answers have loss.
 
-    With an instruction template, every answer of a conversation has loss: the tokens between each response template and
-    the next instruction template. Without an instruction template, only the tokens after the last response template
-    have loss.
+    With an instruction template, all answers of a conversation have loss. An answer is the text between a response
+    template and the next instruction template. Without an instruction template, only the text after the last response
+    template has loss.
 
     Args:
-        response_template: Text or token ids at the beginning of an answer. Pass ids if the text is tokenized
-            differently in context.
-        instruction_template: Text or token ids at the beginning of a user's turn.
+        response_template: Text or token ids at which an answer begins. Pass ids if the text is tokenized differently
+            within a conversation than alone.
+        instruction_template: Text or token ids at which a user's turn begins.
         tokenizer: Tokenizer of the model.
         mlm: Must be False.
         ignore_index: Label of tokens without loss.
@@ -117,7 +117,7 @@ class DataCollatorForCompletionOnlyLM:
         )
 
     def trained(self, ids: Sequence[int]) -> list[bool]:
-        """Return a list that marks the tokens with loss."""
+        """Return one bool per token, which is True for tokens with loss."""
         starts = [at + len(self.response) for at in _places(ids, self.response)]
         ends = [len(ids)] if self.instruction is None else [*_places(ids, self.instruction), len(ids)]
         spans = [
@@ -133,7 +133,7 @@ class DataCollatorForCompletionOnlyLM:
         return [any(start <= index < end for start, end in spans) for index in range(len(ids))]
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Pad rows with ``input_ids`` and label them."""
+        """Pad rows with ``input_ids`` and add their labels."""
         rows = [torch.tensor(list(example["input_ids"])) for example in examples]
         kept = [torch.tensor(self.trained(ids.tolist())) for ids in rows]
         labels = [torch.where(keep, ids, self.ignore_index) for ids, keep in zip(rows, kept, strict=True)]

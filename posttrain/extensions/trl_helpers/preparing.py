@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def enable_gradient_checkpointing(model: nn.Module, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> Any:
-    """Enable activation checkpointing. Also enable gradients for the outputs of frozen embeddings, which checkpointed
-    layers need.
+    """Enable activation checkpointing. Checkpointed layers need inputs with gradients, so gradients are also enabled
+    for the outputs of frozen embeddings.
 
     Args:
         model: A transformers or peft model.
@@ -46,7 +46,8 @@ def disable_gradient_checkpointing(
 
     Args:
         model: A transformers or peft model.
-        gradient_checkpointing_kwargs: Accepted for compatibility. The previous arguments are restored.
+        gradient_checkpointing_kwargs: Accepted for compatibility, but not used. On exit, each layer gets its previous
+            arguments.
     """
     bare = causal_lm(model)
     layers: list[Any] = [module for module in bare.modules() if getattr(module, "gradient_checkpointing", False)]
@@ -64,9 +65,10 @@ def prepare_model_for_kbit_training(
     use_gradient_checkpointing: bool = True,
     gradient_checkpointing_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Freeze a base model. For a quantized model, enable gradients through embeddings and checkpointing if requested.
+    """Freeze the parameters of a base model. If it is quantized, also enable gradients for the embeddings' outputs and,
+    if requested, activation checkpointing.
 
-    Nothing is cast to float32, because adapters train equally well with 16-bit norms, which need less memory.
+    No parameter is cast to float32. Norms in 16 bits need less memory, and adapters train equally well with them.
     """
     for parameter in model.parameters():
         parameter.requires_grad = False
@@ -78,8 +80,8 @@ def prepare_model_for_kbit_training(
 def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: Any) -> Any:
     """Prepare a quantized base model and add an adapter.
 
-    ``args.gradient_checkpointing`` is set to False if checkpointing was enabled here, so that the trainer does not
-    repeat it.
+    If this function enables activation checkpointing, it sets ``args.gradient_checkpointing`` to False, so that the
+    trainer does not enable it again.
 
     Args:
         model: A base model, or a ``PeftModel`` to continue training (``peft_config`` must then be None).
@@ -108,7 +110,7 @@ def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: A
 
 def peft_module_casting_to_bf16(model: nn.Module) -> None:
     """Cast float32 parameters to bfloat16 in place. Norms and DoRA magnitudes stay in float32, because their updates
-    are small.
+    are so small that bfloat16 would round them away.
     """
     norms = [name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
     for name, parameter in model.named_parameters():
@@ -124,14 +126,14 @@ def unwrap_model_for_generation(
     gather_deepspeed3_params: bool = True,
     generation_kwargs: dict[str, Any] | None = None,
 ) -> Iterator[Any]:
-    """Yield the unwrapped model with all parameters and without activation checkpointing. Everything is restored on
-    exit.
+    """Yield the unwrapped model with all of its parameters gathered and activation checkpointing disabled. On exit, the
+    previous state is restored.
 
     Args:
         model: Model as wrapped by the trainer.
         accelerator: Accelerator that wrapped it.
         gather_deepspeed3_params: Whether to gather the shards of ZeRO-3 (or FSDP).
-        generation_kwargs: Fields of the generation config inside the context.
+        generation_kwargs: Fields of the generation config that are set inside the context.
     """
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
     config: Any = generation_config_of(bare)
@@ -151,7 +153,7 @@ def unwrap_model_for_generation(
 
 
 def empty_cache() -> None:
-    """Release unused memory of the accelerator. On a CPU only the garbage collector runs."""
+    """Release unused memory of the accelerator, and run the garbage collector. On a CPU, only the garbage collector runs."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
@@ -164,15 +166,16 @@ def get_reward(
     context_length: int,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute scores of a sequence classifier at every token, and at the last token of each response.
+    """Compute the scores of a sequence classifier at every token. Also return the scores at the last token of each
+    response.
 
     Args:
         model: Model with one output and a score head.
         query_responses: ``(B, T)`` ids, with queries padded on the left and responses on the right.
         pad_token_id: Pad token.
-        context_length: Number of tokens of the padded queries.
-        attention_mask: ``(B, T)``, 1 for real tokens. None: every pad token is padding. If pad equals eos, pass the
-            mask, or the final eos is ignored.
+        context_length: Number of columns of the padded queries in ``query_responses``.
+        attention_mask: ``(B, T)``, 1 for real tokens. None: all pad tokens count as padding. If the pad token is also
+            the eos token, pass the mask. Otherwise the final eos token would count as padding.
 
     Returns:
         Scores ``(B, T, 1)``, scores at the last tokens ``(B,)``, and positions of the last tokens ``(B,)``.

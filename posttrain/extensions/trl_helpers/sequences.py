@@ -1,4 +1,4 @@
-"""Helpers for batches and datasets with TRL's names: splitting, shuffling, conversion."""
+"""Helpers with TRL's names that split and shuffle batches and convert datasets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _is_sized(value: object) -> bool:
 
 
 def _rows(where: str, batch: Mapping[str, Any]) -> int | None:
-    """Return the number of rows in the entries of a batch, or None if no entry has rows."""
+    """Return the number of rows that the entries of a batch have. Return None if no entry has rows."""
     size: int | None = None
     owner = ""
     for name, value in batch.items():
@@ -46,8 +46,8 @@ def split_tensor_dict(tensor_dict: Mapping[str, Any], num_chunks: int) -> list[d
     """Split a batch into equal chunks along its rows.
 
     Args:
-        tensor_dict: Tensors ``(N, ...)`` and lists of length N are split. Scalars, 0-d tensors and None are in every
-            chunk.
+        tensor_dict: Tensors ``(N, ...)`` and lists of length N are split. Scalars, 0-d tensors and None are copied to
+            every chunk.
         num_chunks: Number of chunks, which must divide N.
 
     Raises:
@@ -74,7 +74,7 @@ def split_tensor_dict(tensor_dict: Mapping[str, Any], num_chunks: int) -> list[d
 
 
 def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Generator | None = None) -> dict[str, Any]:
-    """Apply the same random permutation to the rows of every entry.
+    """Shuffle the rows of a batch with the same random permutation for every entry.
 
     Args:
         seq_dict: Tensors ``(N, ...)`` and lists of length N. Scalars, 0-d tensors and None are not changed.
@@ -98,7 +98,7 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Gener
     return {name: shuffled(value) if _is_sized(value) else value for name, value in seq_dict.items()}
 
 
-# Columns that every conversion removes.
+# Columns that are removed in every conversion.
 JUDGED = ("chosen", "rejected", "completion", "completions", "label", "labels")
 ANSWERS = ("language-modeling", "prompt-completion", "prompt-only")
 # Maps each dataset type to the types it can be converted to.
@@ -112,7 +112,7 @@ CONVERSIONS = {
 
 
 def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_proc: int | None = None) -> Any:
-    """Convert a dataset to another type. Columns that do not belong to the old type are kept.
+    """Convert a dataset to another type. Columns that do not belong to the original type are kept.
 
     | from | to |
     |---|---|
@@ -167,12 +167,12 @@ def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_
 
 
 def _is_good(row: Mapping[str, Any]) -> bool:
-    """Return whether a labeled answer should be imitated."""
+    """Return whether a labeled answer is good."""
     return bool(row["label"]) if "label" in row else all(row["labels"])
 
 
 def _convert(row: Mapping[str, Any], to: str, separator: str) -> dict[str, Any]:
-    """Return the columns of the new type."""
+    """Return the columns of one row in the target type."""
     row = maybe_convert_to_chatml(row)
     if "completions" in row:
         row |= {"completion": separator.join(row["completions"]), "label": all(row["labels"])}

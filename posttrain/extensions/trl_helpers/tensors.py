@@ -1,4 +1,4 @@
-"""Tensor helpers with TRL's names: padding, masked statistics, log-softmax of selected tokens."""
+"""Tensor helpers with TRL's names: padding, masked statistics, and log-softmax of selected tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
-WHITEN_EPS = 1e-8  # Constant that avoids division by zero if all values are equal.
+WHITEN_EPS = 1e-8  # Added to the variance, so that equal values do not cause a division by zero.
 
 
 def pad(
@@ -20,7 +20,7 @@ def pad(
     padding_side: str = "right",
     pad_to_multiple_of: int | None = None,
 ) -> Tensor:
-    """Stack N tensors with the same number of dimensions, padded to the maximum of each dimension.
+    """Stack N tensors with the same number of dimensions. Each dimension is padded to its maximum over all tensors.
 
     Args:
         tensors: N tensors with the same number of dimensions (at least 1), dtype and device.
@@ -81,7 +81,7 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
 
 
 def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) -> Tensor:
-    """Pad dimension ``dim`` on the right to ``length``. A longer tensor is returned unchanged.
+    """Pad dimension ``dim`` on the right to ``length``. A tensor that is already longer is returned unchanged.
 
     >>> pad_to_length(torch.tensor([[1, 2]]), 4, 0)
     tensor([[1, 2, 0, 0]])
@@ -95,9 +95,9 @@ def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) 
 
 
 def flush_left(mask: Tensor, *tensors: Tensor, fill_value: float | Sequence[float] = 0) -> Tensor | tuple[Tensor, ...]:
-    """Move the entries that the mask keeps to the left of each row, and remove columns that are empty in all rows.
+    """Move the entries where the mask is 1 to the left of each row. Remove columns in which no row has an entry left.
 
-    The order of entries is kept, and no kept entry is lost.
+    The order of entries does not change, and no entry where the mask is 1 is lost.
 
     Args:
         mask: ``(N, M)`` of 0 and 1, with any integer, floating-point or bool dtype.
@@ -225,7 +225,7 @@ def nanmax(tensor: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """Compute ``sum(v m) / sum(m)``; NaN if the mask is empty. Masked-out values may be NaN.
+    """Compute ``sum(v m) / sum(m)``. The result is NaN if the mask is empty. Values where the mask is 0 may be NaN.
 
     Args:
         values: Any shape.
@@ -242,7 +242,8 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Compute the variance of masked values, times ``n / (n - 1)`` if ``unbiased``. It is 0 for a single value.
+    """Compute the variance of the values where the mask is 1, times ``n / (n - 1)`` if ``unbiased``. It is 0 for a
+    single value.
 
     Args:
         values: Any shape.
@@ -264,7 +265,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Compute ``(v - mean) / sqrt(var + 1e-8)`` with the statistics of the masked values.
+    """Compute ``(v - mean) / sqrt(var + 1e-8)``, where mean and variance are those of the values where the mask is 1.
 
     Args:
         values: Any shape.
@@ -272,8 +273,8 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
         shift_mean: Whether to subtract the mean. False: only the scale changes.
 
     Returns:
-        Tensor with the shape of ``values``. With a single masked value they are returned unchanged, because its
-        variance is undefined.
+        Tensor with the shape of ``values``. If the mask selects only one value, ``values`` is returned unchanged,
+        because the variance of one value is undefined.
 
     Raises:
         DataError: The mask is empty.
@@ -286,8 +287,8 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     return whitened if shift_mean else whitened + mean
 
 
-# Maximum number of bytes of float32 logits per chunk. On a CPU, 1 to 16 MiB are equally fast and 64 MiB take twice as long. An
-# accelerator needs larger chunks, so that it launches fewer kernels.
+# Maximum number of bytes of float32 logits per chunk. On a CPU, chunks of 1 to 16 MiB are equally fast, and chunks of 64 MiB
+# take twice as long. On an accelerator, larger chunks are faster, because fewer kernels are launched.
 CHUNK_BYTES = {"cpu": 16 * 2**20}
 ACCELERATOR_CHUNK_BYTES = 256 * 2**20
 
@@ -305,7 +306,9 @@ def _chunk_of(logits: Tensor, index: Tensor, temperature: float) -> tuple[Tensor
 def _in_chunks(
     logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs ``(N, K)`` and entropies ``(N,)``. The backward pass recomputes each chunk's softmax."""
+    """Compute log-probs ``(N, K)`` and entropies ``(N,)`` chunk by chunk. The backward pass computes each chunk's
+    softmax again.
+    """
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature} must be above 0: logits are divided by it.")
     if logits.dim() < 1 or not logits.is_floating_point():
@@ -347,14 +350,14 @@ def selective_log_softmax(
     row_mask: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute ``logits[index] / T - logsumexp(logits / T)`` over the last axis, as ``log_softmax`` and ``gather``
-    would.
+    """Compute ``logits[index] / T - logsumexp(logits / T)`` over the last axis. The result equals that of
+    ``log_softmax`` and ``gather``.
 
     Args:
         logits: ``(..., V)`` floating-point logits.
         index: ``(...)`` or ``(..., K)`` int64 in ``[0, V)``.
         temperature: T, above 0.
-        row_mask: ``(...)``. Rows where it is false return 0 and get no gradient; their logits and index are not read.
+        row_mask: ``(...)``. Rows where it is false return 0 and get no gradient. Their logits and indices are not read.
         out_dtype: Dtype of the result. None: the dtype of the logits. Use ``torch.float32`` for importance ratios,
             which are noisy in half precision.
 
@@ -383,7 +386,7 @@ def entropy_from_logits(
     """Compute ``H = -sum_v p_v log p_v`` in nats, ``(...)``, with ``p = softmax(logits / T)``. A logit of ``-inf``
     contributes 0.
 
-    ``chunk_size`` rows are computed at a time. The other arguments are those of `selective_log_softmax`.
+    The computation processes ``chunk_size`` rows at a time. All other arguments are those of `selective_log_softmax`.
 
     Raises:
         ConfigError: ``chunk_size`` below 1, or ``temperature`` not above 0. DataError: The shapes do not match.
@@ -409,7 +412,7 @@ def selective_log_softmax_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Compute `selective_log_softmax` and `entropy_from_logits` in one pass over the logits.
 
-    With ``entropy_requires_grad=False`` the entropy has no gradient, for logging.
+    With ``entropy_requires_grad=False``, the entropy has no gradient. Use it if the entropy is only logged.
     """
     logp, entropy = _in_chunks(logits, index, temperature, row_mask)
     entropy = entropy if entropy_requires_grad else entropy.detach()

@@ -1,4 +1,4 @@
-"""`WeaveCallback`: completions of every evaluation as Weave traces, or as scored Weave evaluations."""
+"""`WeaveCallback`: logs completions of every evaluation to Weave, as traces or as scored evaluations."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ PURPOSE = "WeaveCallback"
 class WeaveCallback(transformers.TrainerCallback):
     """Sample completions of the evaluation prompts after every evaluation, and log them to Weave.
 
-    Without scorers each completion is a trace. With scorers each evaluation is a Weave evaluation: one prediction with
-    scores per prompt, and a summary of ``total_predictions``, ``successful_predictions`` and ``avg_<name>`` for every
-    scorer. A scorer or a prediction that fails is logged and excluded from averages. Calls have the training step, the
-    model's name and the sampling settings as attributes. Without the package weave a warning is logged and nothing else
-    is done.
+    Without scorers, each completion is logged as a trace. With scorers, each evaluation is logged as a Weave
+    evaluation: one prediction with scores per prompt, and a summary with ``total_predictions``,
+    ``successful_predictions`` and ``avg_<name>`` for every scorer. If a scorer or a prediction fails, the error is
+    logged, and it does not count in averages. Each call has the training step, the model's name and the sampling
+    settings as attributes. If the package weave is not installed, the callback only logs a warning.
 
     Args:
         trainer: Trainer that the callback is added to.
-        project_name: Project to log to if there is no Weave client. None: the project of the current wandb run.
-        scorers: ``name -> f(prompt, completion)``, which returns a number or a bool.
+        project_name: Project to log to if no Weave client exists yet. None: the project of the current wandb run.
+        scorers: Maps names to functions ``f(prompt, completion)`` that return a number or a bool.
         generation_config: Sampling settings; see `LogCompletionsCallback`.
         num_prompts: Number of rows to use, from the beginning of the dataset. None: all rows.
         dataset_name: Name of the dataset in Weave.
@@ -45,7 +45,7 @@ class WeaveCallback(transformers.TrainerCallback):
         dataset: Dataset of prompts. None: ``trainer.eval_dataset``.
 
     Raises:
-        ConfigError: At the beginning of training or evaluation, if there is no client, project or wandb run.
+        ConfigError: Training or evaluation begins without a Weave client, a project name, or a wandb run.
         DataError: See `posttrain.extensions.trl_helpers.completions.EvalPrompts`.
 
     >>> trainer.add_callback(WeaveCallback(trainer, "team/runs", scorers={"length": lambda p, c: len(c)}))  # doctest: +SKIP
@@ -82,7 +82,7 @@ class WeaveCallback(transformers.TrainerCallback):
             self._connect()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Sample and log once per step, even if several sets are evaluated."""
+        """Sample and log completions once per step, even if several evaluation sets are evaluated in this step."""
         if self.source is None or state.global_step == self._last_step:
             return
         self._last_step = state.global_step
@@ -107,7 +107,7 @@ class WeaveCallback(transformers.TrainerCallback):
             logger.warning("Weave: step %d was not logged: %s: %s", state.global_step, type(error).__name__, error)
 
     def _connect(self) -> Any:
-        """Return the current client, or create one."""
+        """Return the current Weave client. If there is none, create one."""
         if self._client is not None:
             return self._client
         weave: Any = require("weave", PURPOSE)
@@ -164,7 +164,7 @@ class WeaveCallback(transformers.TrainerCallback):
 
 
 def _wandb_project() -> str | None:
-    """Return ``entity/project`` of the current wandb run. None: wandb was not imported or has no run."""
+    """Return ``entity/project`` of the current wandb run. Return None if wandb was not imported or has no run."""
     if "wandb" not in sys.modules:
         return None
     run = require("wandb", PURPOSE).run

@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Worker extension that receives weights through shared memory, under its documented path (`posttrain.compat.paths.MOVED`).
+# Import path of the worker extension that receives weights through shared memory. Servers are started with this path
+# (`posttrain.compat.paths.MOVED`).
 EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
 TRANSFER = '{"backend": "posttrain"}'
 GUARDS = "posttrain.extensions.server.guard"
 TRANSFERS = ("posttrain", "nccl")
-# vLLM options for which training supports only one value. Each entry has this value and the problem with other values.
+# vLLM options that must have one value in training. Each entry contains this value and the problem that other values cause.
 CHECKED = {
     "logprobs-mode": ("processed_logprobs", "log-probs would be those before the temperature and truncation"),
     "generation-config": ("vllm", "sampling settings of the model's folder would change what is sampled"),
@@ -50,29 +51,29 @@ CHECKED = {
 }
 # Adapter ranks for which vLLM has kernels.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Layers for which vLLM supports adapters. The output layer is excluded: with an adapter on it, vLLM 0.32 selects the wrong rows
-# of logits when it scores given sequences. The trainer needs these scores to compare log-probs after a push.
+# Layers for which vLLM supports adapters. The output layer is excluded: if it has an adapter, vLLM 0.32 uses the wrong rows of
+# logits when it scores given sequences. The trainer compares these scores after a push.
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Size of the KV cache on a CPU in GB. With vLLM's default, the cache would use most of the machine's memory.
+# Size in GB of the KV cache on a CPU. vLLM's default size would take most of the machine's memory.
 CPU_CACHE_GB = "4"
 
 State = Literal["awake", "asleep1", "asleep2"]
 LEVELS = ("auto", "1", "2")
-# Host memory that sleep level 1 needs, as a multiple of the weights of all ranks on the host.
+# Sleep level 1 needs this multiple of the size of all ranks' weights in free host memory.
 ROOM = 1.2
 
 
 class Sleeps(Protocol):
-    """Methods of an engine that releases memory."""
+    """Methods of an engine that can release memory and allocate it again."""
 
     def sleep(self, level: int) -> Any: ...
     def wake_up(self, tags: Sequence[str] | None = None) -> Any: ...
 
 
 def choose_level(choice: str, *, generations_per_push: float, model_bytes: int, ranks: int, free_bytes: int) -> int:
-    """Return the sleep level: 1 keeps the weights in host memory, 2 drops them.
+    """Return the sleep level. Level 1 keeps the weights in host memory, level 2 drops them.
 
-    "auto" selects 1 if one push serves several generations and the weights fit into host memory.
+    "auto" selects level 1 if each push serves more than one generation on average and the weights fit into host memory.
 
     >>> choose_level("auto", generations_per_push=2.0, model_bytes=10, ranks=1, free_bytes=12)
     1
@@ -85,17 +86,17 @@ def choose_level(choice: str, *, generations_per_push: float, model_bytes: int, 
 
 
 class Sleeper:
-    """State machine of vLLM's sleep mode, with the states ``awake``, ``asleep1`` and ``asleep2``. It also records
-    whether the engine has the pushed weights.
+    """State of vLLM's sleep mode: ``awake``, ``asleep1`` or ``asleep2``. The class also records whether the engine has
+    the pushed weights.
 
-    After ``asleep2`` all weights must be pushed before generation. Weights are never reloaded from disk, because the
-    checkpoint differs from the policy once training has begun.
+    After ``asleep2``, all weights must be pushed before the next generation. Weights are never loaded from disk again,
+    because the policy differs from the checkpoint once training has begun.
 
     Args:
         engine: Engine with ``sleep`` and ``wake_up``.
         level: Sleep level. None: the engine never sleeps.
-        valid: Whether the engine may sample from the weights that it loaded at its start. False in training, where
-            weights are pushed first.
+        valid: Whether the engine may sample from the weights that it loaded when it was created. False in training,
+            because weights must be pushed first.
 
     Attributes:
         state: Current state.
@@ -108,21 +109,21 @@ class Sleeper:
         self._without_cache = False
 
     def before_push(self) -> None:
-        """Allocate memory for weights, but not for the KV cache, because gathering weights needs memory."""
+        """Allocate memory for the weights, but not yet for the KV cache, because gathering sharded weights needs memory too."""
         if self.state != "awake":
             self.engine.wake_up(["weights"])
             self.state, self._without_cache = "awake", True
         self.valid = False
 
     def pushed(self) -> None:
-        """Record that all weights have arrived."""
+        """Record that the engine has received all weights."""
         self.valid = True
 
     def before_generate(self) -> None:
-        """Wake the engine up, with weights and KV cache.
+        """Wake the engine, so that weights and KV cache are in device memory.
 
         Raises:
-            WeightSyncError: The weights were dropped or never pushed.
+            WeightSyncError: The weights were dropped by sleep level 2, or were never pushed.
         """
         if not self.valid:
             raise WeightSyncError(
@@ -137,7 +138,7 @@ class Sleeper:
         self.state, self._without_cache = "awake", False
 
     def sleep(self) -> None:
-        """Release memory for training."""
+        """Release device memory for the training step."""
         if self.level is None or self.state != "awake":
             return
         self.engine.sleep(self.level)
@@ -145,17 +146,18 @@ class Sleeper:
         self.valid = self.valid and self.level == 1
 
 
-# Maximum number of tokens per batch. vLLM reserves memory for them, and its default would use most of a shared GPU's memory.
+# Maximum number of tokens per batch. vLLM reserves memory for such a batch, and with its default it would reserve most of a
+# shared GPU's memory.
 BATCHED_TOKENS = 4096
 NAMES_SHOWN = 5
 UNKNOWN = ("no_repeat_ngram",)  # Fields of `Sampling` that vLLM does not support.
 
 
 class VLLMEngine(RolloutEngine):
-    """Rollout engine with a vLLM object in the trainer's process.
+    """Rollout engine that runs vLLM in the trainer's process.
 
-    Log-probs are those of the sampled distribution (``processed_logprobs``). With truncated sampling, log-probs before
-    truncation are unknown, so `Rollout.logp` contains the processed log-probs too.
+    Log-probs are those after temperature and truncation (``processed_logprobs``). If sampling is truncated, log-probs
+    before truncation are not available, so `Rollout.logp` contains the processed log-probs too.
 
     Args:
         llm: A ``vllm.LLM`` with ``logprobs_mode="processed_logprobs"``; see `create`.
@@ -163,9 +165,10 @@ class VLLMEngine(RolloutEngine):
         vocabulary: Vocabulary size.
         dtype: Dtype of the weights.
         sleep_level: Sleep level between generations. None: the engine stays awake.
-        encoder: The model's `PictureEncoder` if prompts may contain images. vLLM receives and preprocesses the original
-            images.
-        adapter_rank: Maximum rank of a LoRA adapter. None: weights are pushed merged.
+        encoder: The model's `PictureEncoder`, if prompts may contain images. vLLM receives the original images and
+            preprocesses them itself.
+        adapter_rank: Maximum rank of a LoRA adapter that is pushed as an adapter. None: adapters are merged into the
+            weights before a push.
 
     >>> engine = VLLMEngine.create("model-folder", dtype="float32")  # doctest: +SKIP
     >>> engine.load_weights(Weights(model, checkpoint_names=True), version=1)  # doctest: +SKIP
@@ -185,10 +188,11 @@ class VLLMEngine(RolloutEngine):
         adapter_rank: int | None = None,
     ) -> None:
         self.encoder = encoder
-        # The current adapter, which has its own folder. None means that there is no adapter.
+        # LoRA request of the current adapter, whose files have their own folder. None: there is no adapter.
         self._adapter: Any = None
         self._folder: SharedFolder | None = None
-        # True if the initially loaded weights are used as the base model. False after a comparison has failed.
+        # Whether the weights that vLLM loaded at its start are those of the base model. False after a comparison of log-probs
+        # has failed.
         self._base_known = True
         self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
         self.capabilities = Capabilities(
@@ -208,7 +212,7 @@ class VLLMEngine(RolloutEngine):
         adapter_rank: int | None = None,
         **options: Any,
     ) -> VLLMEngine:
-        """Create a vLLM object in this process.
+        """Create the engine and its vLLM object in this process.
 
         Args:
             model: Folder or Hub id of the model.
@@ -222,7 +226,7 @@ class VLLMEngine(RolloutEngine):
             MissingDependencyError: vLLM is not installed.
             ConfigError: Sleep mode is requested, but this build does not support it.
         """
-        # Run vLLM in this process, so that weights are passed without a copy.
+        # Run vLLM in this process, so that weights can be passed without a copy.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)
         vllm = require("vllm", "rollouts by vLLM in this process (vllm_mode='colocate')")
@@ -256,7 +260,7 @@ class VLLMEngine(RolloutEngine):
 
     @classmethod
     def for_training(cls, model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> VLLMEngine:
-        """Create the engine of a trainer's config. Every process has its own engine.
+        """Create the engine from a trainer's config. Every process has its own engine.
 
         Raises:
             ConfigError: The tensor parallel size is invalid, or the model is in 8 bits or has no folder.
@@ -302,14 +306,14 @@ class VLLMEngine(RolloutEngine):
             enforce_eager=None if accelerator.device.type == "cuda" else True,
         )
         engine.check_pictures(base)
-        # Mark the engine's weights as invalid, because the weights on disk may differ from the policy's.
+        # The weights on disk may differ from the policy's weights, so do not sample before the first push.
         engine.sleeper.valid = False
         return engine
 
     # Interface of engines
 
     def needs_weights(self) -> bool:
-        """Return whether the weights were dropped by sleep, or never pushed."""
+        """Return whether weights must be pushed, because they were dropped by sleep level 2 or never pushed."""
         return not self.sleeper.valid
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
@@ -331,7 +335,8 @@ class VLLMEngine(RolloutEngine):
         ]
 
     def check_pictures(self, model: nn.Module) -> None:
-        """Generate from two prompts with images of different size, to compare vLLM's placeholders with the trainer's.
+        """Generate from two prompts with images of different sizes, and check that vLLM and the trainer create the same
+        placeholders.
 
         Raises:
             RolloutError: vLLM's processor creates a different number of placeholders (PT-G016).
@@ -340,7 +345,7 @@ class VLLMEngine(RolloutEngine):
         self.generate([Request(row.prompt_ids, pictures=row.pictures[0]) for row in rows], Sampling(1, temperature=0.0))
 
     def _prompt(self, request: Request) -> dict[str, Any]:
-        """Convert a request for vLLM: one placeholder per image, and the decoded images."""
+        """Convert a request to vLLM's format: token ids with one placeholder per image, and the decoded images."""
         if not request.pictures:
             return {"prompt_token_ids": list(request.prompt_ids)}
         ids = self.encoder.processor.collapsed(request.prompt_ids, request.pictures)
@@ -350,9 +355,9 @@ class VLLMEngine(RolloutEngine):
         }
 
     def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
-        """Convert a completion of vLLM to a rollout. Its log-probs are those of the sampled distribution."""
+        """Convert a completion from vLLM to a rollout. Its log-probs are those of the sampled distribution."""
         ids, most = list(completion.token_ids), sampling.top_logps
-        # At each position, vLLM lists the sampled token first, and then the most likely tokens.
+        # At each position, vLLM returns the sampled token first and the most likely tokens after it.
         logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
         pairs = [[(i, float(x.logprob)) for i, x in at.items()] for at in completion.logprobs] if most else []
         tops = [sorted(at, key=lambda pair: -pair[1])[:most] for at in pairs] if most else None
@@ -362,8 +367,8 @@ class VLLMEngine(RolloutEngine):
         return Rollout(prompt, ids, logps, reason, self.version, processed_logp=drawn, top_logps=tops)
 
     def _settings(self, request: Request, call: Sampling, index: int) -> Any:
-        """Create the ``SamplingParams`` of a request. The seed is for its first completion; vLLM increments it for each
-        further completion.
+        """Create the ``SamplingParams`` of a request. The seed applies to its first completion. vLLM adds 1 to the seed
+        for each further completion.
         """
         own = request.sampling or call
         seed = own.seed if request.sampling is not None else derived_seed(call.seed, index)
@@ -377,10 +382,10 @@ class VLLMEngine(RolloutEngine):
         return vllm.SamplingParams(n=_drawn(request, call), seed=seed, detokenize=bool(own.stop_strings), **fields)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights in the same way as vLLM loads a checkpoint, and clear the prefix cache.
+        """Replace all weights as if vLLM loaded a checkpoint, and clear the prefix cache.
 
-        An empty iterable only changes the version. A LoRA adapter (`AdapterWeights`) is loaded in addition to the
-        current weights, which must be those of the base model.
+        With an empty iterable, only the version changes. A LoRA adapter (`AdapterWeights`) is added to the current
+        weights, which must be those of the base model.
 
         Raises:
             ModelError: Names or shapes of the weights differ from vLLM's.
@@ -402,7 +407,7 @@ class VLLMEngine(RolloutEngine):
             )  # fmt: skip
 
     def _take_adapter(self, adapter: AdapterWeights, version: int) -> None:
-        """Sample with this adapter, and remove the previous one."""
+        """Sample from this adapter from now on, and remove the previous adapter."""
         vllm = require("vllm.lora.request", "an adapter of its own for vLLM")
         self._folder = self._folder or SharedFolder()
         folder, earlier = self._folder.path / f"adapter-{version}", self._adapter
@@ -417,11 +422,11 @@ class VLLMEngine(RolloutEngine):
         self.version, self._base_known = version, True
 
     def mark_stale(self) -> None:
-        """Mark the base weights as unknown; see `RolloutEngine.mark_stale`."""
+        """Mark the base model's weights as unknown, so that they are pushed again; see `RolloutEngine.mark_stale`."""
         self._base_known = False
 
     def replace_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[str]:
-        """Replace weights like `load_weights`, and return the names of parameters that were not received."""
+        """Replace weights in the same way as `load_weights`. Return the names of parameters that were not received."""
         iterator = iter(named_tensors)
         first = next(iterator, None)
         missing: list[str] = []
@@ -432,16 +437,20 @@ class VLLMEngine(RolloutEngine):
             (missing,) = self.llm.collective_rpc(worker.reload, args=(pairs,))
             self.sleeper.pushed()
         self.llm.reset_prefix_cache()
-        if self.encoder is not None:  # Clear the image features, because they were computed with the old weights.
+        if (
+            self.encoder is not None
+        ):  # Clear vLLM's cache of image features, because they were computed with the old weights.
             self.llm.llm_engine.reset_encoder_cache()
         self.version = version
         return missing
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Compute the log-probs of given sequences after their prompts. The result has one list per sequence."""
+        """Compute the log-probs of given sequences after their prompts. The result has one key, whose value has one
+        list per sequence.
+        """
         vllm = require("vllm", "scoring")
         self.sleeper.before_generate()
-        # Reserve one position, because vLLM also generates one token, which must fit into the context.
+        # Scoring needs one free position in the context, because vLLM always generates one token.
         settings = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         prompts = [{"prompt_token_ids": list(ids)[: (self.context or 10**9) - 1]} for ids in sequences]
         outputs = self.llm.generate(prompts, settings, use_tqdm=False, lora_request=self._adapter)
@@ -452,18 +461,18 @@ class VLLMEngine(RolloutEngine):
         return {"vllm": lines}
 
     def sleep(self) -> None:
-        """Release memory if the engine has a sleep level; see `RolloutEngine.sleep`."""
+        """Release device memory if a sleep level is set; see `RolloutEngine.sleep`."""
         self.sleeper.sleep()
 
     def close(self) -> None:
-        """Release all resources."""
+        """Release vLLM and its memory."""
         self.llm = None
         if self._folder is not None:
             self._folder.close()
 
 
 def vllm_refusal(model: nn.Module) -> str | None:
-    """Return why vLLM cannot sample from this model in the trainer's process, or None."""
+    """Return the reason why vLLM cannot sample from this model in the trainer's process. None: it can."""
     try:
         vllm = require("vllm", "rollouts by vLLM in this process")
         refuse_virtual_tokens(model, "vLLM")
@@ -488,28 +497,29 @@ def on_cpu() -> bool:
 
 
 def server_options(cpu: bool) -> dict[str, str | None]:
-    """Return the options of vLLM's server that training needs for correct log-probs and weight pushes.
+    """Return the options that vLLM's server needs, so that log-probs are correct and weights can be pushed.
 
     Args:
-        cpu: Whether vLLM runs on a CPU, where seeds need unchunked prefill.
+        cpu: Whether vLLM runs on a CPU. If so, prefill is not chunked, because otherwise requests with seeds would
+            fail.
     """
     options: dict[str, str | None] = {name: value for name, (value, _) in CHECKED.items()}
-    # Set no limit on the number of log-probs, because scores for teachers need many.
+    # Do not limit the number of log-probs per position, because teachers return many.
     options |= {"max-logprobs": "-1", "weight-transfer-config": TRANSFER}
     return options | ({"no-enable-chunked-prefill": None} if cpu else {})
 
 
 def generates_from_pictures() -> bool:
-    """Return whether this version's server needs ``--enable-scale-out`` for token ids with images."""
+    """Return whether this version's server needs ``--enable-scale-out`` to accept token ids together with images."""
     try:
         options = require("vllm.entrypoints.launchers.cli_args", "options of vLLM's server").FrontendArgs
     except (MissingDependencyError, AttributeError):
-        return False  # Other versions of vLLM lack this module or class.
+        return False  # This version of vLLM does not have this module or class.
     return hasattr(options, "enable_scale_out")
 
 
 def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> list[str]:
-    """Return the options of vLLM's server. They are the passed options, and further options that training needs.
+    """Return the options for vLLM's server: the options that the user passed, and the options that training needs.
 
     Args:
         argv: Options of vLLM.
@@ -546,13 +556,14 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
         words += ["--lora-target-modules", *ADAPTED]
     words += ["--enable-scale-out"] if pictures and not {"--enable-scale-out", "--enable_scale_out"} & set(argv) else []
     words += [] if parsed.host else ["--host", "127.0.0.1"]
-    # Refer to the class by name. Its module needs fastapi, which is installed only with vLLM.
+    # Pass the class as an import path. Importing its module here would need fastapi, which is installed only together with
+    # vLLM.
     guard = "LoopbackGuard" if (parsed.host or "127.0.0.1") in LOOPBACK else "Guard"
     return [*words, "--middleware", f"{GUARDS}.{guard}"]
 
 
 def _refuse_abbreviations(words: Sequence[str], known: argparse.ArgumentParser) -> None:
-    """Reject abbreviated options, which vLLM would accept without these checks.
+    """Reject abbreviated options. vLLM accepts them, but the checks of this module would not find them.
 
     Raises:
         ConfigError: An option is abbreviated.
@@ -568,10 +579,10 @@ def _refuse_abbreviations(words: Sequence[str], known: argparse.ArgumentParser) 
 
 
 def _set_token(words: Sequence[str]) -> None:
-    """Create a token for a server that was started without one. Such a server listens on a loopback address, and
-    trainers of the same user find the token in a file.
+    """Create a token for a server that was started without one. Such a server listens only on a loopback address.
+    Trainers of the same user find the token in a file.
 
-    If another process listens on the port, the server cannot start, and that process keeps its token.
+    If another process listens on the port, this server cannot start, so the other process's token is not replaced.
     """
     known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     known.add_argument("--port", type=int, default=8000)
@@ -583,10 +594,10 @@ def _set_token(words: Sequence[str]) -> None:
 
 
 def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
-    """Raise an error for options that would make log-probs wrong or weight pushes impossible.
+    """Reject options with which log-probs would be wrong or weights could not be pushed.
 
     Raises:
-        ConfigError: There is such an option.
+        ConfigError: One of these options is set.
     """
     for option, (value, why) in CHECKED.items():
         chosen = getattr(parsed, option.replace("-", "_"))
@@ -611,7 +622,7 @@ def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
 
 
 def run_server(argv: Sequence[str]) -> int:
-    """Validate the options, and replace this process by vLLM's server.
+    """Check the options, then replace this process with vLLM's server.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
@@ -624,11 +635,12 @@ def run_server(argv: Sequence[str]) -> int:
     words = vllm_command(argv, cpu=on_cpu(), pictures=generates_from_pictures())
     _set_token(words)
     if {"--enable-lora", "--enable_lora"} & set(argv):
-        # Allow loading adapters at runtime, because adapters are pushed while the server runs.
+        # Allow adapters to be loaded at runtime, because the trainer pushes them while the server runs.
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)
-    # Start the module, because the command `vllm` requires a distribution named "vllm", but the CPU build is named "vllm-cpu".
+    # Run vLLM's server module with this Python. The command `vllm` does not work with the CPU build, whose distribution is
+    # named "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
     logger.info("starting %s", " ".join(hide_secrets(command)))
     sys.stdout.flush()
@@ -636,13 +648,13 @@ def run_server(argv: Sequence[str]) -> int:
 
 
 def _prefill() -> dict[str, Any]:
-    """Return vLLM's options for prefill: chunked, but unchunked on a CPU.
+    """Return vLLM's prefill options: chunked prefill on accelerators, unchunked prefill on a CPU.
 
     After each chunk of a prompt, vLLM resets the random generator of requests that have a seed. CPU generators do not
     support this, and the engine would stop (``CPU Generator does not use offset``).
     """
     if on_cpu():
-        # Without chunks, vLLM allows as many tokens per step as a whole context.
+        # Without chunks, vLLM needs a batch size of at least one whole context, which is its default.
         return {"enable_chunked_prefill": False}
     return {"max_num_batched_tokens": BATCHED_TOKENS}
 
@@ -658,12 +670,16 @@ def _chained(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
 
 
 def _drawn(request: Request, call: Sampling) -> int:
-    """Return the number of completions to request. vLLM rejects more than one for greedy decoding."""
+    """Return the number of completions to request from vLLM. For greedy decoding it is 1, because vLLM rejects larger
+    numbers.
+    """
     return 1 if (request.sampling or call).temperature == 0 else request.n
 
 
 def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
-    """Return all completions of a request, or raise an error with the request."""
+    """Return all completions of a request. Raise an error if vLLM's prompt or the number of completions differs from
+    the request.
+    """
     if request.pictures and list(output.prompt_token_ids) != list(request.prompt_ids):
         raise RolloutError(
             f"PT-G016: vLLM converts a prompt with images of {[image.picture.size for image in request.pictures]} to "
@@ -680,20 +696,20 @@ def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
 
 
 def _image_limit(args: PostTrainingConfig, encoder: Any) -> dict[str, int] | None:
-    """Return the maximum number of images per prompt, for which vLLM reserves memory."""
+    """Return the maximum number of images per prompt in vLLM's format. vLLM reserves memory for this number."""
     most = args.max_images_per_row
     return None if encoder is None or most is None else {"image": most}
 
 
 def _engine_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
-    """Return the dtype of the training forward pass."""
+    """Return the dtype in which training computes its forward pass."""
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     return mixed or next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def _adapter_rank(model: nn.Module, args: PostTrainingConfig, sleep_level: int | None) -> int | None:
-    """Return the rank of the trained adapter if it can be pushed without merging. With sleep level 2 this is not
-    possible, because the base model is dropped.
+    """Return the rank of the trained adapter if it can be pushed without merging, else None. With sleep level 2 it must
+    be merged, because vLLM drops the base model.
     """
     if args.adapter_sync == "merged" or sleep_level == 2 or adapter_obstacle(model, ADAPTED) is not None:
         return None
@@ -701,8 +717,8 @@ def _adapter_rank(model: nn.Module, args: PostTrainingConfig, sleep_level: int |
 
 
 def _quantisation(model: nn.Module) -> str | None:
-    """Return vLLM's setting for 4-bit linear layers. bitsandbytes is not imported elsewhere, because it disturbs vLLM
-    (vllm#32793).
+    """Return vLLM's name for the quantization of 4-bit linear layers, or None. The layers are found by the names of
+    their classes, because importing bitsandbytes disturbs vLLM (vllm#32793).
     """
     kinds = {type(module).__name__ for module in model.modules()}
     if "Linear8bitLt" in kinds:

@@ -1,5 +1,5 @@
-"""Extension of vLLM's workers that receives weights through shared memory and loads them like a checkpoint. Importing
-this module needs vLLM.
+"""Extension of vLLM's workers. It receives weights through shared memory and loads them like a checkpoint. This module
+can only be imported if vLLM is installed.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Name of the backend that is passed in ``--weight-transfer-config``.
+# Name of this weight-transfer backend in ``--weight-transfer-config``.
 BACKEND = "posttrain"
 ADAPTERS_MAY_COME = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").lower() in ("1", "true")
 Pair = tuple[str, Tensor]
 
 
 class Reload:
-    """One update of a worker's model with vLLM's layerwise reload. Tensors have the names and layout of the model's
-    checkpoint.
+    """One weight update of a worker's model, with vLLM's layerwise reload. Tensors have the same names and layout as in
+    the model's checkpoint.
 
     Args:
         model: Model of the worker.
@@ -50,10 +50,10 @@ class Reload:
         initialize_layerwise_reload(model)
 
     def load(self, pairs: Iterable[Pair]) -> None:
-        """Load some tensors. They are copied.
+        """Load some of the tensors. They are copied, so the caller may overwrite them.
 
         Raises:
-            ModelError: Names or shapes differ from vLLM's. The update ends, and the weights stay incomplete.
+            ModelError: A name or a shape differs from vLLM's model. The update ends, and the weights stay incomplete.
         """
         try:
             self.loaded |= set(self.model.load_weights(pairs) or ())  # type: ignore[operator]
@@ -65,23 +65,21 @@ class Reload:
             ) from error
 
     def end(self) -> list[str]:
-        """Repack weights for vLLM's kernels, and return the names of parameters that were not received."""
+        """Convert the weights to the layout of vLLM's kernels. Return the names of parameters that were not received."""
         finalize_layerwise_reload(self.model, self.config.model_config)
         for module in self.model.modules():
-            # Repack a tied output layer explicitly. It receives no weights itself, so vLLM's CPU kernels would keep a packed
-            # copy of its old weights.
+            # Convert the output layer too if it is tied to the embeddings. It receives no weights itself, so vLLM's CPU kernels
+            # would keep a converted copy of its old weights.
             if hasattr(module, "cpu_linear") and type(module).__name__ == "ParallelLMHead":
                 module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
-        # Ignore adapter weights, because adapters are loaded separately. Layers that support adapters store their weights under
-        # ``base_layer``.
+        # Ignore adapter weights, because adapters are loaded separately. In a layer that supports adapters, the weights of the
+        # base model are stored under ``base_layer``.
         names = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters() if ".lora_" not in name}
         return sorted(names - {name.replace(".base_layer.", ".") for name in self.loaded})
 
 
 def reload(worker: Any, pairs: Iterable[Pair]) -> list[str]:
-    """Replace all weights of a worker's model (see `Reload`), and return the names of parameters that were not
-    received.
-    """
+    """Replace all weights of a worker's model with `Reload`. Return the names of parameters that were not received."""
     with set_current_vllm_config(worker.vllm_config):
         update = Reload(worker.model_runner.get_model(), worker.vllm_config)
         update.load(pairs)
@@ -90,16 +88,16 @@ def reload(worker: Any, pairs: Iterable[Pair]) -> list[str]:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Initialization message, which is empty."""
+    """Initialization message, which has no fields."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket, or the message that all buckets were sent.
+    """Message with one bucket, or the message that all buckets were sent.
 
     Attributes:
         path: Safetensors file of a bucket in shared memory.
-        checksum: Hash of its bytes.
+        checksum: Hash of the file's bytes.
         complete: Whether all buckets were sent.
     """
 
@@ -109,22 +107,24 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Backend ``posttrain`` of vLLM's weight transfer: buckets in shared memory, each verified by its hash."""
+    """Backend ``posttrain`` of vLLM's weight transfer. Buckets are read from shared memory, and the hash of each is
+    verified.
+    """
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     supports_draft_weight_update = False
     _update: Reload | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Do nothing."""
+        """Do nothing, because this backend needs no connection."""
 
     def start_weight_update(self) -> None:
-        """Begin an update. If a previous update is unfinished, end it first."""
+        """Begin an update. If an earlier update was not finished, end it first."""
         self.finish_weight_update()
         self._update = Reload(self.model, self.vllm_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Process a message; see `receive_weights`. An error ends the update."""
+        """Process a message with `receive_weights`. If it fails, the update ends."""
         try:
             super().update_weights(update_info)
         except BaseException:
@@ -141,7 +141,8 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ModelError("no update was started.")
         if update_info.complete:
             update, self._update = self._update, None
-            # Reject an incomplete update. vLLM fuses layers, and a missing part of a fused layer would be uninitialized memory.
+            # Reject an incomplete update. vLLM fuses several weights into one, and a part that was not received would contain
+            # uninitialized memory.
             if missing := update.end():
                 raise ModelError(
                     f"vLLM still has old values of {len(missing)} weights: {', '.join(missing[:5])}. Fix: serve the model that "
@@ -149,7 +150,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 )
             return
         tensors = file_tensors(shared_path(update_info.path), update_info.checksum)
-        # Copy the tensors, because vLLM stores them until a layer is complete, but the file will be overwritten before.
+        # Copy the tensors. vLLM keeps them until a layer is complete, and the next bucket may overwrite the file before that.
         self._update.load((name, tensor.clone()) for name, tensor in tensors.items())
 
     def finish_weight_update(self) -> None:
@@ -160,7 +161,9 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Raise an error. vLLM 0.27 requires the method; `posttrain.extensions.server.weight_sync.Pusher` sends."""
+        """Raise an error. vLLM 0.27 requires this method, but `posttrain.extensions.server.weight_sync.Pusher` sends
+        the weights.
+        """
         raise NotImplementedError("posttrain's trainer writes buckets to shared memory itself.")
 
     def shutdown(self) -> None:
@@ -172,7 +175,7 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 def model_facts(config: PretrainedConfig) -> dict[str, Any]:
-    """Return properties that a trainer compares with its model.
+    """Return the properties of the server that a trainer compares with its own model.
 
     Args:
         config: ``VllmConfig``.
@@ -197,7 +200,8 @@ def model_facts(config: PretrainedConfig) -> dict[str, Any]:
         "checkpoint_names": True,
     }
     lora, replicas = config.lora_config, config.parallel_config.data_parallel_size
-    # Adapters are loaded into a single replica. `posttrain.extensions.vllm.engine.ADAPTED` lists the supported layers.
+    # Adapters can be loaded into a server with one replica only. `posttrain.extensions.vllm.engine.ADAPTED` lists the supported
+    # layers.
     if lora is not None and ADAPTERS_MAY_COME and replicas == 1 and lora.target_modules:
         facts |= {"adapter_rank": int(lora.max_lora_rank), "adapter_layers": sorted(lora.target_modules)}
     if backend not in (BACKEND, "nccl"):
@@ -206,7 +210,7 @@ def model_facts(config: PretrainedConfig) -> dict[str, Any]:
 
 
 class WorkerExtension:
-    """Extension of vLLM's workers. Importing it registers the backend ``posttrain``."""
+    """Extension of vLLM's workers. Importing this class registers the backend ``posttrain``."""
 
     def posttrain_facts(self) -> dict[str, Any]:
         """Return the properties of the server's model."""

@@ -1,8 +1,8 @@
-"""Chunk layout of packed prefix trees for recurrent layers (`Chunks`, `chunks_of`, `predecessors`).
+"""Chunk layout of packed prefix trees for recurrent layers: `Chunks`, `chunks_of` and `predecessors`.
 
-Rows of the batch are concatenated along the token axis. Each segment is divided into chunks of `SIZE` tokens. The parent of a
-chunk is the preceding chunk of its segment, or the last chunk of the parent segment. All products inside chunks are batched over
-all chunks. Only states are computed sequentially, in one step per depth.
+The rows of a batch are concatenated along the token axis, and each segment is split into chunks of `SIZE` tokens. The
+parent of a chunk is the chunk before it in its segment, or the last chunk of the parent segment. Products inside chunks
+are computed for all chunks together. Only states are computed sequentially, in one step per depth of the tree.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Chunks(NamedTuple):
     """Layout of tokens in chunks, ordered by depth.
 
     Attributes:
-        tokens: ``(N, C)`` flat index of each token, or the number of tokens for positions of a chunk without a token.
-        places: ``(tokens,)`` index of each token in ``tokens.flatten()``, or ``N * C`` for padding.
-        levels: Slice of the chunks of each depth.
-        parents: For each depth after the first, ``(n,)`` index of each chunk's parent in the previous depth.
-        ends: ``(segments,)`` index of the last chunk of each path that ends with a segment.
+        tokens: ``(N, C)`` flat index of each token. For positions of a chunk without a token, it is the number of
+            tokens.
+        places: ``(tokens,)`` index of each token in ``tokens.flatten()``. For padding, it is ``N * C``.
+        levels: For each depth, the slice of its chunks.
+        parents: For each depth after the first, ``(n,)`` index of each chunk's parent within the previous depth.
+        ends: ``(segments,)`` index of the last chunk of the path that ends with each segment.
     """
 
     tokens: Tensor
@@ -36,11 +37,11 @@ class Chunks(NamedTuple):
     ends: Tensor
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return ``(tokens, ...)`` values as ``(N, C, ...)``, zero for positions of a chunk without a token."""
+        """Rearrange ``(tokens, ...)`` values to ``(N, C, ...)``. Positions of a chunk without a token are 0."""
         return _rows(x, self.tokens.flatten()).view(*self.tokens.shape, *x.shape[1:])
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Return ``(N, C, ...)`` values as ``(tokens, ...)``, zero for padding. This is the inverse of `gather`."""
+        """Rearrange ``(N, C, ...)`` values to ``(tokens, ...)``. It is the inverse of `gather`, and padding is 0."""
         return _rows(x.flatten(0, 1), self.places)
 
 
@@ -59,9 +60,10 @@ def chunks_of(segments: Sequence[Segment], shape: torch.Size, device: torch.devi
     """
     rows, width = shape
     count = rows * width
-    # For each depth, a list of chunks: first token, number of tokens, and index of the parent chunk in the previous depth.
+    # For each depth, a list with one entry per chunk: first token, number of tokens, and index of the parent in the previous
+    # depth.
     levels: list[list[tuple[int, int, int]]] = []
-    # For each segment: depth and index of its last chunk. For an empty segment, these belong to the preceding chunk.
+    # For each segment, depth and index of its last chunk. For an empty segment, they are those of the chunk before it.
     last: list[tuple[int, int]] = []
     for one in segments:
         depth, parent = last[one.parent] if one.parent >= 0 else (-1, 0)
@@ -85,7 +87,8 @@ def chunks_of(segments: Sequence[Segment], shape: torch.Size, device: torch.devi
 
 
 def predecessors(segments: Sequence[Segment], shape: torch.Size, device: torch.device, count: int) -> list[Tensor]:
-    """Return the flat indices of the tokens 0, 1, ..., ``count - 1`` positions before each token on its path.
+    """Return, for each token, the flat indices of the tokens that are 0, 1, ..., ``count - 1`` positions before it on
+    its path.
 
     Args:
         segments: Packed prefix trees in depth-first order.
@@ -94,7 +97,7 @@ def predecessors(segments: Sequence[Segment], shape: torch.Size, device: torch.d
         count: Number of indices per token.
 
     Returns:
-        ``count`` tensors ``(B * T + 1,)``. The index is ``B * T`` before the first token of a tree and for padding.
+        ``count`` tensors ``(B * T + 1,)``. For padding, and before the first token of a tree, the index is ``B * T``.
     """
     rows, width = shape
     none = rows * width

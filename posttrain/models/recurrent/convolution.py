@@ -12,16 +12,17 @@ if TYPE_CHECKING:
 
 
 def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, before: list[Tensor]) -> Tensor:
-    """Convolve each channel with its own kernel over each token and the preceding tokens of its path.
+    """Convolve each channel with its own kernel. The inputs of a token are the token itself and the tokens before it on
+    its path.
 
     Args:
         x: ``(B, D, T)`` inputs.
-        weight: ``(D, K)`` kernels. The last entry is for the token itself.
-        bias: ``(D,)``, or None.
-        before: Flat indices of these K tokens, see `posttrain.models.recurrent.chunks.predecessors`.
+        weight: ``(D, K)`` kernels. The last entry applies to the token itself.
+        bias: ``(D,)``. None: no bias.
+        before: Flat indices of the K input tokens; see `posttrain.models.recurrent.chunks.predecessors`.
 
     Returns:
-        ``(B, D, T)``. Tokens before the first token of a tree count as zero.
+        ``(B, D, T)``. Before the first token of a tree, inputs are 0.
     """
     rows, channels, width = x.shape
     flat = x.transpose(1, 2).reshape(rows * width, channels)
@@ -31,7 +32,7 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, before: li
 
 
 class _ShortConvolution(torch.autograd.Function):
-    """Autograd function that saves only its input, instead of one copy per entry of the kernel."""
+    """Autograd function that saves its input once, instead of one shifted copy per entry of the kernel."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, before: list[Tensor]) -> Tensor:

@@ -1,9 +1,9 @@
-"""Replacements for transformers' functions of recurrent layers, for packed prefix trees and for sampling.
+"""Replacements of transformers' functions for recurrent layers. They support packed prefix trees and sampling.
 
-The first argument of each function computes convolutions and recurrences (`Paths`): `Trees` in training, `States` in sampling.
-Other arguments are the same as in transformers. The functions are short convolution (`convolution`), gated delta rule
-(`gated_delta_rule`), state space of Mamba-2 (`state_space`, `no_fused_kernel`), lightning attention (`lightning_attention`) and
-Kimi delta attention (`kimi_delta_attention`).
+The first argument of each function is an object that computes convolutions and recurrences (`Paths`): `Trees` in
+training, `States` in sampling. All other arguments are those of transformers. The functions are short convolution
+(`convolution`), gated delta rule (`gated_delta_rule`), state space of Mamba-2 (`state_space`, `no_fused_kernel`),
+lightning attention (`lightning_attention`) and Kimi delta attention (`kimi_delta_attention`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 
 class Paths(Protocol):
-    """Convolutions and recurrences along sequences."""
+    """Object that computes convolutions and recurrences along sequences."""
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
     def scan(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor: ...
@@ -69,7 +69,9 @@ def kimi_delta_attention(
 
 
 def _normalized(query: Tensor, key: Tensor, normalizes: bool) -> tuple[Tensor, Tensor]:
-    """Return queries, divided by the square root of the head size, and keys, in float32 or float64."""
+    """Return queries divided by the square root of the head size, and keys, in float32 or float64. With ``normalizes``,
+    both are L2-normalized first.
+    """
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     q, k = query.to(wide), key.to(wide)
     if normalizes:
@@ -91,17 +93,17 @@ def state_space(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **kwargs: Any,
 ) -> Tensor:
-    """Compute the state space of ``(B, T, heads, d)`` hidden states along each path, in float32 like the original."""
+    """Compute the state space model of ``(B, T, heads, d)`` hidden states along each path, in float32 like transformers."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    # Use the method float(), because some tests replace it with float64.
+    # Call the method float() instead of casting, because some tests replace it to compute in float64.
     x, dt = hidden_states.float(), dt.float()
     out = paths.scan(C, B, x * dt[..., None], A * dt, None)
     return out if D is None else out + D[:, None] * x
 
 
 def no_fused_kernel(paths: Paths, *args: Any, **kwargs: Any) -> None:
-    """Return None, so that the layer calls the functions above instead of a fused kernel."""
+    """Return None, which makes the layer call the functions above instead of a fused kernel."""
 
 
 def lightning_attention(
@@ -109,8 +111,8 @@ def lightning_attention(
 ) -> tuple[Tensor, None]:
     """Compute a whole layer of MiniMax for ``(B, T, H)`` hidden states along each path.
 
-    The layer's modeling file has no separate function for the recurrence. Decays are computed in float32 from the slopes, because
-    the layer's buffers of decays are cast to half precision together with the weights.
+    The modeling file of this layer has no separate function for the recurrence. Decays are computed from the slopes in
+    float32, because the layer's own buffers of decays are cast to half precision together with the weights.
     """
     heads, size = layer.num_attention_heads, layer.head_dim
     states = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * size))

@@ -1,4 +1,4 @@
-"""Recurrent layers in sampling, where sequences continue from the states of earlier passes (`States`)."""
+"""`States`: recurrent layers in sampling. Each sequence continues from the states of earlier passes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from posttrain.types import Segment
 
 
 class States:
-    """Convolutions and recurrences of one pass over sequences, with one sequence per row and without gradients.
+    """Convolutions and recurrences of a pass in sampling. Each row is one sequence, and there are no gradients.
 
     Args:
-        tensors: States ``(rows, ...)`` in the order in which the layers use them: the last inputs of a convolution, or the matrix
-            of a recurrence. If the list is empty, all states are zero and are appended. The pass changes states in place. If
-            states have more rows than the pass, the first rows are used.
-        lengths: Number of tokens of each row. Later columns are padding. None if each row has one token.
+        tensors: States ``(rows, ...)`` in the order in which layers use them. A state is the last inputs of a
+            convolution, or the matrix of a recurrence. If the list is empty, states start at 0 and are appended to it.
+            The pass changes states in place. If states have more rows than the pass, their first rows are used.
+        lengths: Number of tokens of each row. Columns after them are padding. None: each row has one token.
     """
 
     def __init__(self, tensors: list[Tensor], lengths: Sequence[int] | None = None) -> None:
@@ -32,7 +32,7 @@ class States:
         self._columns: dict[int, Tensor] = {}
 
     def _next(self, like: Tensor, *shape: int) -> Tensor:
-        """Return the state of the next layer."""
+        """Return the state of the next layer. If there is none yet, create it with zeros."""
         if self._used == len(self.tensors):
             self.tensors.append(like.new_zeros(shape))
         self._used += 1
@@ -78,14 +78,16 @@ class States:
             return out
 
     def _ends(self, count: int, device: torch.device) -> Tensor:
-        """Return the columns ``(rows, count)`` of the last inputs of each row, after ``count`` earlier inputs."""
+        """Return the columns ``(rows, count)`` of the last inputs of each row. The first ``count`` columns are earlier
+        inputs.
+        """
         if count not in self._columns:
             assert self.lengths is not None
             self._columns[count] = (torch.tensor(self.lengths)[:, None] + torch.arange(count)).to(device)
         return self._columns[count]
 
     def _layout(self, x: Tensor, size: int) -> tuple[Tensor, Chunks]:
-        """Return the rows that have tokens in this pass, and their chunks."""
+        """Return the indices of rows that have tokens in this pass, and the chunks of these rows."""
         if size not in self._layouts:
             assert self.lengths is not None
             segments = [Segment(i, 0, n, n, -1, 0) for i, n in enumerate(self.lengths) if n]
@@ -95,21 +97,21 @@ class States:
 
 
 def _wide(*tensors: Any) -> list[Any]:
-    """Cast tensors to float32, or to float64 if the values have that dtype."""
+    """Cast tensors to float32. If the values are float64, cast to float64."""
     wide = torch.float64 if tensors[2].dtype == torch.float64 else torch.float32
     return [x if x is None else x.to(wide) for x in tensors]
 
 
 def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
-    """Compute one token of a recurrence and change the state ``(n, G, dk, r, dv)`` in place.
+    """Compute one token of a recurrence. The state ``(n, G, dk, r, dv)`` is changed in place.
 
     Args:
         state: ``(n, G, dk, r, dv)``. Must be contiguous.
         q: ``(n, 1, G, dk)``.
         k: ``(n, 1, G, dk)``.
         v: ``(n, 1, G * r, dv)``.
-        log_decay: Logs of decays. The shape must expand to the shape of the state.
-        beta: ``(n, 1, G * r)``, or None for a state space without delta rule.
+        log_decay: Logs of decays. They must be expandable to the shape of the state.
+        beta: ``(n, 1, G * r)`` step sizes. None: a state space model, which has no delta rule.
 
     Returns:
         ``(n, 1, G * r, dv)``.

@@ -1,9 +1,10 @@
-"""Replacement of functions in transformers' modeling files, for prefix trees and sampling (`install`, `uninstall`, `replaced`).
+"""Replaces functions in transformers' modeling files, for prefix trees and sampling: `install`, `uninstall` and
+`replaced`.
 
-transformers has no registry for these functions, so they are replaced in the modeling files. Layers pass two arguments of the
-model call to them: ``forest`` for packed prefix trees, and ``recurrent_states`` for sampling
-(`posttrain.models.recurrent.states`). Calls without these arguments run the original function. Projections, norms and gates of
-layers do not change.
+transformers has no registry for these functions, so they are replaced in the modeling files. Two arguments of the
+model's call reach them through the layers: ``forest`` for packed prefix trees, and ``recurrent_states`` for sampling
+(`posttrain.models.recurrent.states`). Calls without these arguments run the original function. Projections, norms and
+gates are not changed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ STATE_SPACE = {
     "mamba2_split_conv1d_scan_combined": functions.no_fused_kernel,
 }
 KIMI = {**CONVOLUTION, "chunk_kimi_delta_attention": functions.kimi_delta_attention}
-# Maps each folder of transformers' modeling files to those functions in it that mix tokens, apart from attention.
+# Maps the folder of each modeling file to the functions in it that mix tokens by other means than attention.
 FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
@@ -48,20 +49,19 @@ FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "bailing_hybrid": KIMI,
     "minimax": {"MiniMaxLightningAttention.forward": functions.lightning_attention},
 }
-KINDS = ("linear_attention", "conv")  # Types of recurrent layers for which a model passes a mask.
+KINDS = ("linear_attention", "conv")  # Types of recurrent layers for which a model creates a mask.
 # Arguments by which optional kernels separate the sequences of a packed row.
 PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
 
 def replaced(model: nn.Module) -> str:
-    """Return the name of the model's file if all of its recurrent functions have a replacement here, otherwise ""."""
+    """Return the name of the model's modeling file if all of its recurrent functions can be replaced. Otherwise, return ""."""
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model
     file = type(decoder).__module__
     library, _, rest = file.partition(".models.")
     if library != "transformers" or rest.split(".")[0] not in FAMILIES:
         return ""
-    # Check the functions, because in other versions of transformers one may be missing, or layers may pass other arguments to
-    # it.
+    # Check the functions themselves. In other versions of transformers, a function may be missing or have other arguments.
     found = all(callable(getattr(holder, last, None)) for holder, last in _places(file).values())
     return file if found and _passes_arguments(file) else ""
 
@@ -70,7 +70,8 @@ def replaced(model: nn.Module) -> str:
 def _passes_arguments(file: str) -> bool:
     """Return whether all methods of a modeling file that call its recurrent functions accept any keyword argument.
 
-    Those of LFM2 in transformers 5.17 to 5.19 do not: ``forest`` and ``recurrent_states`` would be dropped without an error.
+    Those of LFM2 in transformers 5.17 to 5.19 do not, so that ``forest`` and ``recurrent_states`` would be ignored
+    without an error.
     """
     classes = [one for one in vars(sys.modules[file]).values() if isinstance(one, type) and one.__module__ == file]
     methods = [inspect.unwrap(method) for one in classes for method in vars(one).values() if inspect.isfunction(method)]
@@ -103,7 +104,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _places(file: str) -> dict[str, tuple[Any, str]]:
-    """Return the module or class of each function of a modeling file, and the function's name there."""
+    """Map each function of a modeling file to the module or class that contains it, and to its name there."""
     found = {}
     for name in FAMILIES[file.split(".")[2]] if file else ():
         holder, _, last = name.rpartition(".")

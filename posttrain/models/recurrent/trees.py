@@ -14,10 +14,10 @@ from posttrain.models.tree_attention import Forest
 
 
 class Trees:
-    """Convolutions and recurrences along each path of a batch of packed prefix trees, with gradients.
+    """Convolutions and recurrences along every path of packed prefix trees, with gradients.
 
     Args:
-        forest: The trees. It also caches the layout for all layers of a pass.
+        forest: The trees. The chunk layout is stored in this object, so that it is computed once for all layers.
     """
 
     def __init__(self, forest: Forest) -> None:

@@ -28,24 +28,27 @@ if TYPE_CHECKING:
 
 @dataclass
 class EpisodeSetup:
-    """Arguments and options of multi-turn episodes. It is picklable if its functions are, so that workers can use it.
+    """Arguments and options of multi-turn episodes. Rollout workers receive a pickled copy, so its functions should be
+    picklable.
 
     Attributes:
         tools: Functions that the model may call, with type hints and Google-style docstrings. They may be asynchronous.
-        environment_factory: Function that creates an object with a method ``reset``. Its other public methods are
-            tools. Or a dict of such functions; the column ``environment`` of each row selects one. An object with
-            ``get_reward`` is also a reward function.
-        rollout_func: ``f(prompts, trainer) -> dict`` with ``prompt_ids``, ``completion_ids`` and ``logprobs`` (or
-            None), one entry per prompt, and optionally ``env_mask``. Other keys are passed to reward functions.
+        environment_factory: Function that creates an object with a method ``reset``. The object's other public methods
+            are tools. Or a dict of such functions, from which each row's column ``environment`` selects one. If the
+            object has ``get_reward``, it also provides a reward.
+        rollout_func: Function ``f(prompts, trainer)`` that returns a dict with ``prompt_ids``, ``completion_ids`` and
+            ``logprobs`` (or None), with one entry per prompt, and optionally ``env_mask``. Other keys are passed to
+            reward functions.
         template_kwargs: Arguments of the chat template.
         max_iterations: Maximum number of rounds of tool calls. None: no limit.
         max_output_tokens: Maximum number of tokens of a tool result. The middle of a longer result is removed. None: no
             limit.
-        tool_workers: Number of rollouts whose tools run concurrently. None: all, up to 32. 0: one after the other, on
-            the calling thread.
-        tool_timeout: Maximum number of seconds of a tool call, a reset or a get_reward. None: no limit.
-        environment_retries: Number of further attempts of a reset or get_reward.
-        harness: Runs whole episodes against an HTTP endpoint of the policy; see `posttrain.Harness`.
+        tool_workers: Number of rollouts whose tools run concurrently. None: all rollouts, up to 32. 0: tools run one
+            after the other on the calling thread.
+        tool_timeout: Maximum number of seconds of a tool call, of ``reset`` or of ``get_reward``. None: no limit.
+        environment_retries: Number of further attempts after ``reset`` or ``get_reward`` raises an error.
+        harness: Object that runs whole episodes of the user's agent against an HTTP endpoint of the policy; see
+            `posttrain.Harness`.
         harness_options: Options of the harness (`HarnessOptions`). None: the defaults.
     """
 
@@ -63,7 +66,9 @@ class EpisodeSetup:
 
     @classmethod
     def of(cls, args: PostTrainingConfig, **given: Any) -> EpisodeSetup:
-        """Create a setup from arguments and the options of a config with `EpisodeFields`. None: default options."""
+        """Create a setup from arguments and from the options of a config with `EpisodeFields`. If ``args`` lacks an
+        option, use its default.
+        """
         if args is None:
             return cls(**given)
         rounds, options = args.max_tool_calling_iterations, None
@@ -82,13 +87,13 @@ class EpisodeSetup:
 
 
 def take_harness(worker: object, harness: object, reward_funcs: object) -> tuple[Any, Any, Any]:
-    """Return the worker, the harness and the reward functions of a trainer's arguments.
+    """Separate the arguments of a trainer into a rollout worker, a harness, and reward functions.
 
-    If the worker is a harness, it is returned as the harness. Without ``reward_funcs``, the reward is the value that
-    the harness returns.
+    If the worker is a harness, it is returned as the harness. If there is a harness but no ``reward_funcs``, the reward
+    is the value that the harness returns.
 
     Raises:
-        ConfigError: There are two harnesses.
+        ConfigError: Both ``worker`` and ``harness`` are harnesses.
     """
     if worker is None and harness is None:
         return None, None, reward_funcs
@@ -96,17 +101,17 @@ def take_harness(worker: object, harness: object, reward_funcs: object) -> tuple
 
 
 class EpisodeDriver:
-    """Runs the episodes of one process, of the trainer or of a worker.
+    """Runs the episodes of one process, which is the trainer or a worker.
 
-    It is created before the model is loaded, so that invalid arguments are reported early. `use_tokenizer` is called
-    later.
+    The driver is created before the model is loaded, so that invalid arguments are reported early. `use_tokenizer` is
+    called when the tokenizer is available.
 
     Args:
         setup: Arguments and options.
 
     Attributes:
-        pool: Environments. None: there are none.
-        harness: Harness that runs the user's code. None: there is none.
+        pool: Pool of environments. None: there are no environments.
+        harness: Harness that runs the user's agent. None: there is no harness.
 
     Raises:
         ConfigError: A rollout function is combined with tools or environments, or two tools have the same name.
@@ -140,21 +145,22 @@ class EpisodeDriver:
         if factory is not None:
             self.pool = EnvironmentPool(factory, self.runner, setup.environment_retries)
             for probe in self.pool.probes:
-                # This call raises an error if two tools have the same name.
+                # Create the tool box once as a test: it raises an error if two tools have the same name.
                 self.pool.toolbox(probe, self.toolbox)
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the model has tools to call."""
+        """Whether the model can call tools."""
         return bool(self.setup.tools) or (self.pool is not None and self.pool.has_tools)
 
     def use_tokenizer(self, tokenizer: Tokenizer, reader: PictureProcessor | None = None) -> None:
-        """Set the tokenizer that renders and parses turns. With a reader, tools may return images.
+        """Set the tokenizer that renders and parses the turns. With an image processor ``reader``, tools may return
+        images.
 
         Raises:
-            ModelError: The chat template does not support tool calls, or the model's attention is bidirectional within
-                prompts or images, so hidden states of a completed turn would change when the turn becomes part of the
-                next prompt.
+            ModelError: The chat template does not support tool calls. Or the model's attention is bidirectional within
+                prompts or images, so the hidden states of a turn would change when the turn becomes part of the next
+                prompt.
         """
         if reader is not None and not reader.family.several_turns:
             raise ModelError(
@@ -178,18 +184,18 @@ class EpisodeDriver:
         """Reset an environment for each row; see `EnvironmentPool.begin`.
 
         Returns:
-            The environments (None: there are none), and the rows with the first observations added to their prompts.
+            The environments (None if there are none), and the rows whose prompts contain the first observations.
         """
         return (None, rows) if self.pool is None else self.pool.begin(rows, seeds, errors)
 
     def tokenize(self, rows: Sequence[dict[str, Any]]) -> Sequence[list[int]]:
-        """Tokenize prompts. Special tokens in text from environments are encoded as plain text."""
+        """Tokenize prompts. In text from environments, special tokens are encoded as ordinary text."""
         return tokenize_observed(
             rows, self.tokenizer, chat_template_kwargs=self.setup.template_kwargs, reader=self.reader
         )
 
     def episodes(self, rows: Sequence[dict[str, Any]], environments: Sequence[Any] | None) -> list[Episode]:
-        """Create an episode for each row, with its prompt and tools, before the first turn."""
+        """Create an episode for each row, with its prompt and its tools. No turn has been generated yet."""
         each, shared = environments or [None] * len(rows), self.toolbox
         boxes = [shared if e is None or self.pool is None else self.pool.toolbox(e, shared) for e in each]
         rows = (
@@ -212,10 +218,11 @@ class EpisodeDriver:
         Args:
             episodes: Result of `episodes`.
             sampling: Sampling settings. ``max_new_tokens`` is the budget of a whole episode.
-            generate: Function that runs the engine; see `ToolLoop`.
+            generate: Function that calls the engine; see `ToolLoop`.
             context: Maximum number of tokens of prompt and completion.
             stop_ids: Tokens that end a turn.
-            any_process: Function that takes whether this process has episodes left, and returns whether any process has.
+            any_process: Function that receives whether this process has unfinished episodes. It returns whether any
+                process has unfinished episodes.
 
         Returns:
             Rollouts, and the messages of each episode.
@@ -255,18 +262,19 @@ class EpisodeDriver:
         everyone: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
         place: int = 0,
     ) -> Any:
-        """Run one episode of the user's code per row; see `HarnessRunner.run`.
+        """Run one episode of the harness per row; see `HarnessRunner.run`.
 
         Args:
             rows: Tasks of the episodes.
             seeds: Sampling seeds of the episodes.
-            sampling: Sampling settings. ``max_new_tokens`` limits one call.
-            sample: Function that runs the engine.
-            engine: Engine, for its capabilities.
+            sampling: Sampling settings. ``max_new_tokens`` limits the completion of one call.
+            sample: Function that calls the engine.
+            engine: Engine. Only its name and its capabilities are used.
             context: Maximum number of tokens of prompt and completion.
             vocabulary: Vocabulary size V.
             placeholder: See `as_rollouts`.
-            any_process: Function that takes whether this process has episodes left, and returns whether any process has.
+            any_process: Function that receives whether this process has unfinished episodes. It returns whether any
+                process has unfinished episodes.
             everyone: See `HarnessRunner.run`.
             place: See `HarnessRunner.run`.
         """
@@ -332,15 +340,16 @@ def custom_rollouts(
     vocabulary: int | None = None,
     most: int | None = None,
 ) -> tuple[list[Rollout], dict[str, list[Any]]]:
-    """Call ``function(prompts)`` and validate its result.
+    """Call the user's rollout function with the prompts, and check its result.
 
     Args:
         function: Function that returns a dict with ``prompt_ids``, ``completion_ids`` and ``logprobs`` (may be None),
-            one entry per prompt, and optionally ``env_mask`` (1: token of the model, 0: other token). Other keys are
-            columns for reward functions.
-        prompts: n prompts. A prompt is repeated for each of its completions.
-        stop_ids: A completion that does not end with one of these ids is counted as truncated.
-        vocabulary: Vocabulary size V; ids must be in [0, V). None: only negative ids are rejected.
+            with one entry per prompt, and optionally ``env_mask`` (1: token of the model, 0: other token). Other keys
+            are columns for reward functions.
+        prompts: n prompts. If a prompt has several completions, it occurs once for each of them.
+        stop_ids: Token ids that end a completion. If the last token is none of them, the completion counts as
+            truncated.
+        vocabulary: Vocabulary size V. Token ids must be in [0, V). None: only negative ids are rejected.
         most: ``max_completion_length``. None: no limit.
 
     Returns:
@@ -376,11 +385,11 @@ def custom_rollouts(
 
 
 class _Bad(RolloutError, ValueError):
-    """The result of a rollout function is invalid."""
+    """Error for an invalid result of a rollout function."""
 
 
 def for_trainer(function: Callable, trainer: Any) -> Callable[[list[Any]], Any]:
-    """Convert the user's ``rollout_func(prompts, trainer)`` to a function of prompts."""
+    """Return a function of prompts that calls the user's ``rollout_func(prompts, trainer)``."""
     try:
         named = {"prompts", "trainer"} <= set(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -414,7 +423,7 @@ def _rollout(
 
 
 def _listed_alike(returned: dict[str, Any], key: str, row: int, ids: list[int]) -> list[Any]:
-    """Return the values of a key, one per token of the completion."""
+    """Return the values under a key for one row. There must be one value per token of the completion."""
     values = listed(returned[key][row], _at(key, row))
     if len(values) != len(ids):
         raise _Bad(
@@ -424,11 +433,11 @@ def _listed_alike(returned: dict[str, Any], key: str, row: int, ids: list[int]) 
 
 
 def _chosen(returned: dict[str, Any], row: int, position: int, value: object, token: int) -> Any:
-    """Return the log-prob of the sampled token from a number or a list of candidates."""
+    """Return the log-prob of the sampled token. ``value`` is a number or a list with the log-probs of several candidates."""
     if not isinstance(value, list | tuple):
         return value
     if "logprob_token_ids" not in returned:
-        return value[0] if value else None  # The sampled token is first in the lists that engines return.
+        return value[0] if value else None  # Engines that return lists put the sampled token first.
     names = listed(returned["logprob_token_ids"][row], _at("logprob_token_ids", row))
     candidates = listed(
         names[position] if position < len(names) else None, f"{_at('logprob_token_ids', row)} position {position},"

@@ -1,4 +1,4 @@
-"""Environments: stateful objects with ``reset``, tools as methods, and an optional reward."""
+"""Environments of episodes: objects with state and a method ``reset``, whose other methods are tools and can be a reward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EMPTY_PROMPT = [{"role": "user", "content": ""}]
 
 @dataclass(slots=True)
 class _Kind:
-    """The environments of one factory: their instances, and the schemas of their methods."""
+    """The environments that one factory has created, and the schemas of their methods."""
 
     name: str
     factory: Callable[[], Any]
@@ -37,15 +37,15 @@ class _Kind:
 
 
 def _tool_names(kind: type) -> list[str]:
-    """Return the names of public methods that are tools. They are read from the class, so no property is evaluated."""
+    """Return the names of the public methods that are tools. They are read from the class, so that no property is evaluated."""
     names = [name for name in dir(kind) if not name.startswith("_") and name not in NOT_TOOLS]
     return [n for n in names if callable(member := getattr(kind, n)) and not inspect.isclass(member)]
 
 
 class Observed(list):
-    """The messages of a prompt to which ``reset`` added text or images.
+    """Messages of a prompt to whose last message ``reset`` has added text or images.
 
-    The added part is stored separately, so that special tokens in it can be encoded as plain text.
+    The added blocks are stored separately, so that special tokens in them can be encoded as ordinary text.
 
     Args:
         prompt: Messages of the dataset.
@@ -66,7 +66,7 @@ class Observed(list):
         return Observed, (self.prompt, self.blocks)
 
     def through(self, change: Callable[[str], str]) -> Observed:
-        """Return a copy in which the added texts are changed by a function."""
+        """Return a copy in which ``change`` was applied to the texts that ``reset`` added."""
         blocks = [{**b, "text": change(b["text"])} if b["type"] == "text" else b for b in self.blocks]
         return Observed(self.prompt, blocks)
 
@@ -74,16 +74,16 @@ class Observed(list):
 def add_observation(
     prompt: list[dict[str, Any]], observation: Any, where: str, background: Background | None = None
 ) -> list[dict[str, Any]]:
-    """Append the result of ``reset`` to the last message of a prompt, and return the new prompt.
+    """Append an observation that ``reset`` returned to the last message of a prompt. Return the new prompt.
 
     Args:
         prompt: Prompt of the dataset. It is not changed.
         observation: None, text, a list of content blocks, or a PIL image.
-        where: Environment and row, for error messages.
-        background: See `ToolRunner`.
+        where: Description of environment and row for error messages.
+        background: Color behind transparent pixels of images. None: the model supports only text.
 
     Raises:
-        RolloutError: The observation has another type, or contains images for a text model.
+        RolloutError: The observation has an unsupported type, or contains images for a model that supports only text.
     """
     if observation is None:
         return prompt
@@ -108,9 +108,9 @@ def _is_text(block: Any) -> bool:
 
 
 def is_done(environment: object) -> bool:
-    """Return whether an environment's episode is over, from its attribute ``done``.
+    """Return whether the episode of an environment has ended, which its attribute ``done`` contains.
 
-    A method named ``done`` is a tool and is ignored.
+    If ``done`` is a method, it is a tool, and it does not end the episode.
 
     Raises:
         RolloutError: The attribute is neither a bool nor 0 or 1.
@@ -120,16 +120,17 @@ def is_done(environment: object) -> bool:
 
 
 class EnvironmentPool:
-    """Pool of environment instances, one per rollout. `begin` resets and assigns instances, `release` returns them.
+    """Pool of environment instances. Each rollout uses one. `begin` resets and assigns instances, and `release` puts
+    them back.
 
     Args:
-        factories: Function without arguments that returns an object with ``reset``, or a dict of such functions. The
-            column ``environment`` of each row then selects one.
-        runner: Threads and time limit of ``reset``, ``get_reward`` and the tools.
-        retries: Number of further attempts if ``reset`` raises. Each uses a new instance.
+        factories: Function without arguments that returns an object with ``reset``, or a dict of such functions. With a
+            dict, the column ``environment`` of each row selects one.
+        runner: Threads and time limit of ``reset``, ``get_reward`` and tools.
+        retries: Number of further attempts after ``reset`` raises an error. Each attempt uses a new instance.
 
     Raises:
-        ConfigError: A factory is not callable, or its objects have no ``reset`` or have tools without a valid schema.
+        ConfigError: A factory is not callable, or its objects have no ``reset``, or a tool has no valid schema.
     """
 
     def __init__(
@@ -144,10 +145,10 @@ class EnvironmentPool:
         if not named:
             raise ConfigError("environment_factory is an empty dict. Pass at least one name and factory.")
         self.kinds = {name: _probe(name, factory) for name, factory in named.items()}
-        # Instances in which a call has not returned. Their method get_reward is not called.
+        # Instances in which a call did not return in time. Their get_reward is not called.
         self.lost: list[Any] = []
         self._warned = False
-        # A lock is needed, because groups that use servers begin and end on different threads.
+        # Lock for the lists of instances, because groups that use servers begin and end on different threads.
         self._lock = threading.Lock()
 
     @property
@@ -157,11 +158,11 @@ class EnvironmentPool:
 
     @property
     def probes(self) -> list[Any]:
-        """One instance of each factory."""
+        """One instance per factory, from which the tools and schemas are read."""
         return [kind.instances[0] for kind in self.kinds.values()]
 
     def rewards(self) -> list[PooledReward]:
-        """Return one reward function for each class (exact type) that has ``get_reward``."""
+        """Return one reward function per class of environments with ``get_reward``. Subclasses are separate classes."""
         kinds = dict.fromkeys(type(probe) for probe in self.probes if callable(getattr(probe, "get_reward", None)))
         return [PooledReward(kind, self) for kind in kinds]
 
@@ -171,13 +172,14 @@ class EnvironmentPool:
         seeds: Sequence[int] | None = None,
         errors: dict[int, str] | None = None,
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Call ``reset`` on one instance per row, and append what it returns to the prompts.
+        """Call ``reset`` on one instance per row, and append the returned observations to the prompts.
 
         Args:
-            rows: Dataset rows. A missing ``prompt`` is an empty user message.
-            seeds: Passed as ``group_seed`` if ``reset`` accepts it. Equal for completions of a group.
-            errors: If set, errors of ``reset`` are stored here by row instead of raised, and the row's environment is
-                None.
+            rows: Dataset rows. A row without ``prompt`` gets an empty user message.
+            seeds: Seed of each row, which is passed as ``group_seed`` if ``reset`` has this parameter. Equal for
+                completions of a group.
+            errors: Dict for errors of ``reset``, by row index. The environment of such a row is None. If ``errors`` is
+                None, the first error is raised.
 
         Raises:
             DataError: A row selects an unknown environment.
@@ -211,7 +213,7 @@ class EnvironmentPool:
         return [environment for environment, _, _ in begun], [row for _, row, _ in begun]
 
     def release(self, environments: Sequence[Any] | None = None) -> None:
-        """Return instances to the pool. None: all instances."""
+        """Put instances back into the pool, so that other rollouts can use them. None: all instances."""
         with self._lock:
             for kind in self.kinds.values():
                 back = [e for e in kind.instances if environments is None or any(e is one for one in environments)]
@@ -220,7 +222,7 @@ class EnvironmentPool:
             self.lost = [e for e in self.lost if not any(e is one for one in gone)]
 
     def toolbox(self, environment: object, tools: ToolBox) -> ToolBox:
-        """Return the tools of a rollout in this environment: the common tools and the environment's methods."""
+        """Return the tools of a rollout: the tools of all rollouts and the methods of this environment."""
         kind = next(k for k in self.kinds.values() if any(environment is e for e in k.instances))
         box = ToolBox(dict(tools.functions), [*tools.schemas, *kind.schemas], owner=environment)
         for name in kind.methods:
@@ -228,7 +230,7 @@ class EnvironmentPool:
         return box
 
     def discard(self, environment: object) -> None:
-        """Drop an instance because a call to it did not return. It is not reset, used or closed again."""
+        """Remove an instance in which a call did not return. It is not reset, used or closed again."""
         with self._lock:
             self.lost.append(environment)
             for kind in self.kinds.values():
@@ -253,12 +255,12 @@ class EnvironmentPool:
         return self.kinds[name]
 
     def _free(self, kind: _Kind) -> Any:
-        """Return a free instance, or None."""
+        """Return an instance that no rollout uses, or None."""
         with self._lock:
             return kind.free.pop(0) if kind.free else None
 
     def _made(self, kind: _Kind) -> Any:
-        """Create and return a new instance."""
+        """Create an instance, add it to the pool, and return it."""
         with self._lock:
             kind.instances.append(kind.factory())
             return kind.instances[-1]
@@ -271,13 +273,11 @@ class EnvironmentPool:
             _close(environment)
 
     def _reset(self, kind: _Kind, environment: object, row: dict[str, Any], seed: int, index: int) -> tuple[Any, Any]:
-        """Reset an instance, and return it with the result of ``reset``. If None is passed, a new instance is
-        created.
-        """
+        """Reset an instance, and return it with the observation. If ``environment`` is None, a new instance is created."""
         if self.routed:
             row.pop("environment", None)
         if row.get("prompt") is not None:
-            # Copy the prompt, because all completions of a group share the dataset row.
+            # Copy the prompt, because all completions of a group use the same dataset row.
             row["prompt"] = copy.deepcopy(row["prompt"])
         arguments = {"group_seed": seed, **row}
         for attempt in range(self.retries + 1):
@@ -341,7 +341,7 @@ def _prompt(row: dict[str, Any], index: int) -> list[dict[str, Any]]:
 
 
 def accepted_arguments(function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return those arguments that a function accepts as keywords. A function with ``**kwargs`` accepts all arguments."""
+    """Return the arguments that a function accepts as keyword arguments. A function with ``**kwargs`` accepts all arguments."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return arguments
@@ -350,7 +350,7 @@ def accepted_arguments(function: Callable, arguments: dict[str, Any]) -> dict[st
 
 
 def _close(instance: Any) -> None:
-    """Close an instance and ignore errors, because a discarded instance may be broken."""
+    """Close an instance. Errors are ignored, because an instance that is removed may be broken."""
     close = getattr(instance, "close", None)
     if callable(close):
         with contextlib.suppress(Exception):
@@ -361,10 +361,10 @@ def _close(instance: Any) -> None:
 
 
 class PooledReward:
-    """Reward function that calls ``get_reward`` of environments of one class. It returns None for other rows.
+    """Reward function that calls ``get_reward`` of environments of one class. Rows with other environments get None.
 
     Args:
-        made: Exact class of the environments.
+        made: Class of the environments. Subclasses are not included.
         pool: Pool of the instances, with threads, time limit and retries.
     """
 
@@ -402,19 +402,21 @@ def step_environment(
     actions: str = "What to do.",
     name: str = "StepEnvironment",
 ) -> Callable[[], Any]:
-    """Return a factory of environments for clients with ``reset()`` and ``step(action)``, like OpenEnv and Gymnasium.
+    """Return a function that creates environments from clients with ``reset()`` and ``step(action)``, as in OpenEnv and
+    Gymnasium.
 
-    The model gets one tool, ``step(action)``. The reward is the sum over steps. The rollout ends when the client is
-    done. ``step`` may return ``(observation, reward, terminated, truncated, info)``, ``(observation, reward, done,
-    info)``, or an object with ``observation``, ``reward`` and ``done``. ``reset`` may also return ``(observation,
-    info)``.
+    The model gets one tool, ``step(action)``. The reward of an episode is the sum of its steps' rewards. The episode
+    ends when the client reports the end. ``step`` may return ``(observation, reward, terminated, truncated, info)``,
+    ``(observation, reward, done, info)``, or an object with ``observation``, ``reward`` and ``done``. ``reset`` may
+    also return ``(observation, info)``.
 
     Args:
         make: Function that creates a client.
-        action: Converts the model's text to the argument of the client's ``step``. If it raises, the model receives the
-            error.
-        observe: Converts an observation to text for the model.
-        actions: Description of the argument for the model, for example ``"One of: up, down, left, right."``.
+        action: Function that converts the model's text to the argument of the client's ``step``. If it raises an error,
+            the model receives the error message.
+        observe: Function that converts an observation to text for the model.
+        actions: Description of the argument of ``step``, which the model reads. For example, ``"One of: up, down, left,
+            right."``.
         name: Name of the class and of its reward column.
 
     >>> class Countdown:
@@ -467,8 +469,8 @@ def _read(result: Any, where: str) -> tuple[Any, float, bool]:
     has ended.
 
     Raises:
-        RolloutError: The result has a different form, the reward is not finite (None counts as 0), or a flag for the
-            end of the episode is not a bool.
+        RolloutError: The result has another form, the reward is not finite (None counts as 0), or a flag for the end of
+            the episode is not a bool.
     """
     resets, tells = where.endswith("reset"), hasattr(result, "observation")
     odd = len(result) not in (3, 4, 5) if isinstance(result, tuple) else not tells

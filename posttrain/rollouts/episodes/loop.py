@@ -1,4 +1,4 @@
-"""Multi-turn rollouts with tools on any engine. Tokens are never re-tokenized: each turn appends to the token ids."""
+"""Multi-turn rollouts with tools on any engine. Sampled tokens are never tokenized again: each turn appends token ids."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Default of the maximum number of rounds of tool calls.
+# Default maximum number of rounds of tool calls.
 MAX_ITERATIONS = 32
-# Offsets between seeds, so that all seeds of a batch of episodes differ. SEED_STRIDE separates later engine calls from the
-# first one. BATCH_STRIDE separates further batches of a call from those of other ranks, whose seeds are consecutive.
+# Constants from which the seeds of a batch of episodes are computed, so that all seeds differ. SEED_STRIDE separates the engine
+# calls of later turns. BATCH_STRIDE separates several batches of one turn, because the seeds of ranks are consecutive.
 SEED_STRIDE, BATCH_STRIDE = 7_919, 15_485_863
-# Rollouts share an engine call only if the call's token limit is below this multiple of each rollout's remaining budget.
+# Rollouts may share an engine call only if the call's token limit is below this multiple of each rollout's remaining budget.
 TURN_WASTE = 2
 
 Batches = list[tuple[list[list[int]], Sampling]]
@@ -43,21 +43,23 @@ class Episode:
 
     Attributes:
         prompt_ids: Prompt of the first turn.
-        tools: Tools that may be called.
-        environment: Environment whose methods are among the tools.
+        tools: Tools that the model may call in this episode.
+        environment: Environment whose methods are tools of this episode. None: there is no environment.
         token_ids: Tokens after the prompt: turns of the model and results of tools.
         tool_mask: 1 for tokens of the model, 0 for tokens of tools.
-        logp: The engine's log-probs of the model's tokens, 0.0 for tokens of tools. Empty if the engine returns none.
+        logp: The engine's log-probs of the model's tokens, and 0.0 for tokens of tools. Empty if the engine returns no
+            log-probs.
         processed_logp: Log-probs of the same tokens under the truncated distribution from which they were sampled.
         messages: The turns as messages, with parsed tool calls.
-        finish_reason: ``stop``, or ``length`` if the budget of the whole episode truncated the last turn.
+        finish_reason: ``stop``: the model ended the last turn. ``length``: the budget of the whole episode truncated
+            the last turn.
         version: Version of the weights.
         spans: Versions of the weights that sampled the model's tokens, as (version, number of consecutive tokens).
         shown: Images in tool results, with their positions in ``token_ids``.
-        masked: Whether the episode is excluded from training, because images of a result could not be placed.
-        escaped: Number of special tokens in tool results that were encoded as plain text.
+        masked: Whether the episode is excluded from training, because images of a tool result could not be inserted.
+        escaped: Number of special tokens in tool results that were encoded as ordinary text.
         calls: Number of tool calls so far.
-        failures: Number of tool calls that ended with an error.
+        failures: Number of tool calls that returned an error.
     """
 
     prompt_ids: list[int]
@@ -83,7 +85,7 @@ class Episode:
 
     @property
     def ids(self) -> Prompt:
-        """All tokens so far with their images. The next turn continues from them."""
+        """All tokens so far, with their images. They are the prompt of the next turn."""
         shown = [replace(image, start=image.start + len(self.prompt_ids)) for image in self.shown]
         return Prompt([*self.prompt_ids, *self.token_ids], (*Prompt.pictures_of(self.prompt_ids), *shown))
 
@@ -124,18 +126,19 @@ class ToolLoop:
 
     Args:
         tokenizer: Result of `prepare_tokenizer`.
-        generate: Function that runs ``[(prompts, sampling), ...]``, one completion per prompt. It is called once per
-            turn, with ``[]`` if this process has no episodes left but another may have.
+        generate: Function that samples one completion per prompt for a list of ``(prompts, sampling)``. It is called
+            once per turn. The list is empty if only other processes have unfinished episodes.
         stop_ids: Tokens that end a turn.
-        runner: Executor of the tools.
+        runner: Object that runs the tools.
         max_iterations: Maximum number of rounds of tool calls. None: no limit.
-        max_output_tokens: Maximum number of tokens of a result. The middle of a longer result is removed. None: no limit.
+        max_output_tokens: Maximum number of tokens of a tool result. The middle of a longer result is removed. None: no
+            limit.
         context: Maximum number of tokens of prompt and completion.
-        any_process: Function that is called with whether this process has unfinished episodes. It returns whether any
-            process has.
+        any_process: Function that receives whether this process has unfinished episodes. It returns whether any process
+            has unfinished episodes.
         template_kwargs: Arguments of the chat template.
-        reader: Image processor, if prompts and results may contain images.
-        parse: Function that parses a turn: ``(tokenizer, ids, prefix, tools) -> message``.
+        reader: Image processor, if prompts and tool results may contain images.
+        parse: Function ``(tokenizer, ids, prefix, tools) -> message`` that parses a turn of the model.
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class ToolLoop:
         self.suffix, self.reader = ToolSuffix(tokenizer, stop_ids, template_kwargs, reader), reader
 
     def run(self, episodes: Sequence[Episode], sampling: Sampling) -> None:
-        """Run all episodes to their end, in place."""
+        """Run all episodes to their end. The episodes are changed in place."""
         self._generate_turn(list(episodes), sampling)
         rounds = itertools.count(1) if self.max_iterations is None else range(1, self.max_iterations + 1)
         for number in rounds:
@@ -172,12 +175,12 @@ class ToolLoop:
             self._generate_turn(ready, replace(sampling, seed=_later(sampling.seed, number)))
 
     def _left(self, episode: Episode, sampling: Sampling) -> int:
-        """Return the number of tokens that the budget and the context still allow."""
+        """Return how many more tokens the episode may have within its budget and the model's context."""
         left = sampling.max_new_tokens - len(episode.token_ids)
         return left if self.context is None else min(left, self.context - len(episode.ids))
 
     def _answer(self, episode: Episode, results: list[ToolResult], sampling: Sampling) -> bool:
-        """Append the results of the tools. Return False if the episode ends here."""
+        """Append the tool results to the episode. Return False if they end the episode."""
         calls, episode.waiting = episode.waiting, []
         episode.calls += len(calls)
         episode.failures += sum(result.failed for result in results)
@@ -199,7 +202,7 @@ class ToolLoop:
         return True
 
     def _suffix(self, episode: Episode, messages: list[dict[str, Any]]) -> Prompt | None:
-        """Tokenize the results of tools. If their images cannot be placed, mask the episode and return None."""
+        """Tokenize tool results. If their images cannot be inserted, exclude the episode from training and return None."""
         before = self.suffix.text.escaped
         try:
             suffix = self.suffix(messages, closed=episode.token_ids[-1] in self.suffix.stop_ids)
@@ -213,7 +216,7 @@ class ToolLoop:
             return None
 
     def _fits(self, episode: Episode, suffix: Prompt, sampling: Sampling) -> bool:
-        """Return whether results fit into the budget, the context and the maximum number of images."""
+        """Return whether tool results fit into the budget, the model's context, and the maximum number of images."""
         most = None if self.reader is None else self.reader.per_row
         images = len(Prompt.pictures_of(episode.prompt_ids)) + len(episode.shown) + len(suffix.pictures)
         many = most is not None and bool(suffix.pictures) and images > most
@@ -228,7 +231,7 @@ class ToolLoop:
         return message | ({"tool_call_id": call["id"]} if call.get("id") is not None else {})
 
     def _shortened(self, text: str) -> str:
-        """Remove the middle of a long result."""
+        """Remove the middle of a tool result that is longer than ``max_output_tokens``."""
         limit = self.max_output_tokens
         if limit is None or len(ids := self.suffix.plain(text)) <= limit:
             return text
@@ -245,7 +248,7 @@ class ToolLoop:
     # Turns of the model ------------------------------------------------------------------------------------------
 
     def _generate_turn(self, episodes: list[Episode], sampling: Sampling) -> None:
-        """Generate one turn of each episode."""
+        """Generate the next turn of each episode."""
         groups = self._batches(episodes, sampling)
         batches = [
             (
@@ -259,11 +262,11 @@ class ToolLoop:
                 self._append_turn(episodes[index], rollout, self._left(episodes[index], sampling))
 
     def _batches(self, episodes: list[Episode], sampling: Sampling) -> list[tuple[list[int], int]]:
-        """Group episodes into engine calls. The token limit of a call is the largest budget of its episodes.
+        """Group episodes into engine calls. The token limit of a call is the largest remaining budget of its episodes.
 
-        All rollouts of a call share one limit. A rollout with a much smaller budget would be generated far beyond its
-        budget and then truncated. A long rollout plus the largest budget may exceed the context. Such rollouts get
-        their own call.
+        All rollouts of a call have the same token limit. A rollout with a much smaller budget would be generated far
+        beyond its budget and then truncated. The limit of a call may also be too large for the context that a long
+        rollout leaves. Both kinds of rollouts get their own calls.
         """
         left = [self._left(e, sampling) for e in episodes]
         for e, tokens in zip(episodes, left, strict=True):
@@ -277,7 +280,7 @@ class ToolLoop:
         while waiting:
             most = left[waiting[0]]
             fits = [i for i in waiting if TURN_WASTE * left[i] > most and self._room(episodes[i]) >= most]
-            # Keep the order of prompts, so that consecutive equal prompts are computed only once.
+            # Keep prompts in order. If equal prompts are consecutive, the engine computes them only once.
             groups.append((sorted(fits), most))
             waiting = [i for i in waiting if i not in fits]
         return groups
@@ -286,7 +289,7 @@ class ToolLoop:
         return float("inf") if self.context is None else self.context - len(episode.ids)
 
     def _append_turn(self, episode: Episode, rollout: Rollout, left: int) -> None:
-        """Append and parse a turn of the model."""
+        """Append a turn of the model to its episode, and parse its tool calls."""
         ids = rollout.token_ids[:left]
         cut = len(ids) < len(rollout.token_ids)
         episode.finish_reason = "length" if cut else rollout.finish_reason
@@ -301,16 +304,18 @@ class ToolLoop:
         message = self.parse(self.tokenizer, ids, prefix=before, tools=episode.tools.schemas or None)
         episode.messages.append(message)
         if self.reader is not None and self.reader.token_id in ids:
-            # End the episode. Its next turn would contain a placeholder without an image. Engines should never sample a
-            # placeholder.
+            # The model sampled an image placeholder, which no image replaces. The next turn could not be computed, so end the
+            # episode.
             return
-        # After a truncated turn, do not call tools, because there is no budget left for their results.
+        # If the turn was truncated, do not call its tools, because the budget has no space for their results.
         if episode.finish_reason == "stop":
             episode.waiting = list(message.get("tool_calls") or [])
 
 
 def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert results to the messages for reward functions. Images become PIL images that are decoded on access."""
+    """Convert turns and tool results to messages for reward functions. Images become PIL images, which are decoded on
+    access.
+    """
     if all(isinstance(message["content"], str) for message in messages):
         return messages
     blocks, pictures = conversation_pictures(messages)
@@ -318,8 +323,8 @@ def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def turn_spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:
-    """Return the versions of the weights that sampled the first ``length`` tokens of a rollout, as (version, number of
-    consecutive tokens).
+    """Return the versions of the weights that sampled the first ``length`` tokens of a rollout. Each entry is a pair
+    (version, number of consecutive tokens).
     """
     kept = []
     for version, count in rollout.spans or [(rollout.version, length)]:
@@ -349,8 +354,8 @@ def roll_out_with_tools(
         tokenizer: Tokenizer whose chat template supports tools.
         prompts: Lists of messages.
         tools: Functions with type hints and Google-style docstrings.
-        sampling: Sampling settings. ``max_new_tokens`` is the budget of a whole episode. Without ``stop_token_ids``,
-            the tokenizer's are used.
+        sampling: Sampling settings. ``max_new_tokens`` is the budget of a whole episode. If ``stop_token_ids`` is
+            empty, the stop tokens of the tokenizer are used.
         runner: Threads and time limit of the tools.
         options: Options of `ToolLoop` (``max_iterations``, ``max_output_tokens``, ``context``, ``template_kwargs``).
 

@@ -1,4 +1,4 @@
-"""Tokenization of tool results and observations, in which special tokens are encoded as plain text."""
+"""Tokenization of tool results and observations. Special tokens in their text are encoded as ordinary text."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 def prepare_tokenizer(tokenizer: Tokenizer) -> Any:
     """Return a copy of a tokenizer for multi-turn rollouts with tools. The original is not changed.
 
-    The template of the copy never changes earlier turns: if the published template does, a training template replaces
-    it. The format of tool calls is detected, so that calls can be parsed.
+    The copy's template never changes earlier turns. If the original template changes them, it is replaced by a training
+    template. The format of tool calls is detected, so that they can be parsed.
 
     Args:
-        tokenizer: A tokenizer, or a processor if results may contain images. The template of a processor is probed and
-            not replaced.
+        tokenizer: A tokenizer, or a processor if tool results may contain images. The template of a processor is only
+            checked, and never replaced.
 
     Raises:
-        ModelError: The template does not render tool calls or results, changes earlier turns, or has no parser for its
-            calls.
+        ModelError: The template does not render tool calls or results, or it changes earlier turns, or its tool calls
+            cannot be parsed.
     """
     if not supports_tool_calling(tokenizer):
         raise ModelError(
@@ -69,17 +69,17 @@ def prepare_tokenizer(tokenizer: Tokenizer) -> Any:
 
 
 class PlainText:
-    """Hides special tokens in a text while a template renders it, and encodes them as plain text.
+    """Hides special tokens in texts while a template renders them, and encodes them as ordinary text.
 
-    Special tokens are replaced by random placeholder words, which differ for each instance, so a text cannot contain
-    them. The placeholders are removed before tokenization, so token ids do not depend on them.
+    Special tokens are replaced by placeholder words. The words are random for each instance, so no text can contain
+    them. They are replaced again before tokenization, so the token ids do not depend on them.
 
     Args:
         tokenizer: Tokenizer whose special tokens are hidden.
-        read: Function from text to ids. None: the tokenizer, without adding special tokens.
+        read: Function that converts text to ids. None: the tokenizer, without special tokens added by it.
 
     Attributes:
-        escaped: Number of special tokens that have been hidden.
+        escaped: Number of special tokens that were hidden so far.
     """
 
     def __init__(self, tokenizer: Tokenizer, read: Callable[[str], list[int]] | None = None) -> None:
@@ -93,7 +93,7 @@ class PlainText:
         self.escaped = 0
 
     def hide(self, text: str, drop: bool = False) -> str:
-        """Replace special tokens by placeholder words."""
+        """Replace the special tokens in a text by placeholder words. With ``drop``, remove them instead."""
         if self.pattern is None:
             return text
         hidden, count = self.pattern.subn(lambda m: "" if drop else self.word.format(self.special.index(m[0])), text)
@@ -101,12 +101,12 @@ class PlainText:
         return hidden
 
     def ids(self, text: str) -> list[int]:
-        """Tokenize a text. Hidden special tokens are encoded as ordinary characters."""
+        """Tokenize a text with placeholder words. Hidden special tokens are encoded as ordinary characters."""
         ids: list[int] = []
         for index, part in enumerate(self.hidden.split(text)):
             if index % 2:
                 token = self.special[int(part)]
-                # Split the token's text in two parts, so that it is not encoded as a special token.
+                # Split the special token's text into two parts, so that the tokenizer does not recognize it.
                 pieces = [token[:1], token[1:]]
             else:
                 pieces = [part]
@@ -122,13 +122,14 @@ def tokenize_observed(
     chat_template_kwargs: dict[str, Any] | None = None,
     reader: PictureProcessor | None = None,
 ) -> Sequence[list[int]]:
-    """Tokenize prompts like `tokenize_prompts`, with special tokens in observations of ``reset`` as plain text.
+    """Tokenize prompts like `tokenize_prompts`. In observations that ``reset`` added, special tokens are encoded as
+    ordinary text.
 
     Args:
-        rows: Conversational rows. Prompts of environments are `Observed`.
+        rows: Conversational rows. Prompts with observations are `Observed` objects.
         tokenizer: Tokenizer with a chat template.
         chat_template_kwargs: Arguments of the chat template.
-        reader: Image processor, if prompts may contain images. Results are then `Prompt` objects.
+        reader: Image processor, if prompts may contain images. The results are then `Prompt` objects.
     """
     if reader is not None:
         plain = PlainText(tokenizer, reader.ids)
@@ -152,15 +153,15 @@ def tokenize_observed(
 class ToolSuffix:
     """Computes the token ids of tool results that follow a turn of the model.
 
-    The ids are the difference between two renderings of a dummy conversation, with and without the results. Text of the
-    model is therefore never rendered or tokenized again. Special tokens in a result are encoded as plain text, so a
-    result cannot end its own turn or begin a turn of the model.
+    The ids are the difference between two renderings of a dummy conversation: one with the tool results, one without.
+    Text that the model sampled is therefore never rendered or tokenized again. Special tokens in a tool result are
+    encoded as ordinary text, so a result can neither end its turn nor begin a turn of the model.
 
     Args:
         tokenizer: Result of `prepare_tokenizer`.
         stop_ids: Tokens that end a turn.
         template_kwargs: Arguments of the chat template.
-        reader: Image processor, if results may contain images.
+        reader: Image processor, if tool results may contain images.
     """
 
     def __init__(
@@ -175,16 +176,17 @@ class ToolSuffix:
         self.template_kwargs = dict(template_kwargs or {})
 
     def __call__(self, results: list[dict[str, Any]], *, closed: bool = True) -> Prompt:
-        """Return the tokens between the end of the model's turn and the beginning of its next turn, with images.
+        """Return the tokens between the end of the model's turn and the beginning of its next turn. They include image
+        placeholders.
 
         Args:
             results: Messages of the tools.
-            closed: Whether the turn ended with its end token. If a stop string or structured output ended it, the end
-                token is added.
+            closed: Whether the model's turn ended with its end token. If not (for example, because of a stop string),
+                the end token is added.
 
         Raises:
-            ModelError: The template renders a call differently if a result follows.
-            DataError: The template does not render an image, or the processor rejects it.
+            ModelError: The template renders a tool call differently if a result follows it.
+            DataError: The template does not render an image, or the image processor rejects the image.
         """
         hidden = [self._hidden(message) for message in results]
         call = {"type": "function", "function": {"name": hidden[0]["name"] or "tool", "arguments": {}}}
@@ -194,7 +196,7 @@ class ToolSuffix:
         ends = [i for i, token in enumerate(before) if token in self.stop_ids]
         cut = ends[-1] + 1 if ends else len(before)
         if self.tokenizer.decode(before[cut:]).strip():
-            # The template writes no end token after a call, so this end token belongs to the question.
+            # The template writes no end token after a tool call, so the next end token belongs to the user's turn before it.
             cut = len(before)
         if common_prefix(before, after) < cut:
             raise ModelError(
@@ -206,7 +208,7 @@ class ToolSuffix:
         return Prompt(after[cut:], () if self.reader is None else self.reader.place(after[cut:], pictures))
 
     def _hidden(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a tool result with hidden special tokens."""
+        """Return a copy of a tool result in which special tokens are hidden."""
         hide, content = self.text.hide, message["content"]
         if isinstance(content, str):
             content = hide(content)
@@ -215,7 +217,7 @@ class ToolSuffix:
         return {**message, "name": hide(message["name"], drop=True), "content": content}
 
     def _rendered(self, messages: list[dict[str, Any]], **how: Any) -> tuple[str, list[int], list[Picture]]:
-        """Return text, ids and images of rendered messages."""
+        """Render messages, and return their text, token ids and images."""
         if self.reader is None:
             text = render(self.tokenizer, messages, **how, **self.template_kwargs)
             return text, self.text.ids(text), []
@@ -225,5 +227,5 @@ class ToolSuffix:
         return text, self.reader.encode(text, pictures, ids_of=self.text.ids)[0], pictures
 
     def plain(self, text: str) -> list[int]:
-        """Tokenize a text without adding special tokens."""
+        """Tokenize a text without adding special tokens at its ends."""
         return self.text.ids(self.text.hide(text))

@@ -1,4 +1,4 @@
-"""Tools for the model: their schemas, and a runner that isolates errors and limits time."""
+"""Tools for the model: their schemas, and `ToolRunner`, which runs them with time limits and catches their errors."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from posttrain.pictures.picture import Background, is_image, observed_blocks
 from posttrain.values import BadValue
 
 T = TypeVar("T")
-# Maximum number of characters of a tool result. A longer result would not fit into any context, and take long to tokenize.
+# Maximum number of characters of a tool result. Longer results would take long to tokenize, and fit into no model's context.
 LONGEST = 1_000_000
-# If an event loop does not report a timeout within this number of seconds, it counts as blocked.
+# Number of seconds after a timeout within which the event loop must report it. Otherwise, a function blocks the event loop.
 GRACE = 1.0
 
 
 class TooSlow(Exception):
-    """A call did not return within its time limit."""
+    """Error for a call that did not return within its time limit."""
 
 
 class UnknownTool(Exception):
-    """A call of a tool that does not exist."""
+    """Error for a call of a tool that does not exist."""
 
 
 class WrongValue(Exception):
-    """An argument or a result does not have the declared type."""
+    """Error for an argument or a result that does not have the declared type."""
 
 
 class Cancelled(Exception):
-    """A call raised ``CancelledError`` or ``SystemExit``. Only this call ends."""
+    """Error for a call that raised ``CancelledError`` or ``SystemExit``. It ends only this call."""
 
 
 @dataclass(slots=True)
 class ToolResult:
-    """Result of one call: text for the model, whether it is an error, and content blocks if there are images."""
+    """Result of one tool call: text for the model, whether it is an error, and content blocks if the result contains images."""
 
     text: str
     failed: bool = False
@@ -52,7 +52,7 @@ class ToolResult:
 
 
 def tool_schema(tool: Any) -> dict[str, Any]:
-    """Return the JSON schema of a function from its type hints and its Google-style docstring.
+    """Return the JSON schema of a function. It is made from the type hints and the Google-style docstring.
 
     Raises:
         ConfigError: The object is not a function, or has no type hints or docstring.
@@ -86,11 +86,11 @@ KINDS = {"integer": int, "number": int | float, "string": str, "boolean": bool, 
 
 
 def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
-    """Convert an argument to its declared type, for example ``"21"`` to an integer.
+    """Convert an argument to its declared type. For example, ``"21"`` becomes an integer.
 
     Args:
-        value: Parsed value.
-        schema: JSON schema of the argument, as in the result of `tool_schema`.
+        value: Parsed value of the argument.
+        schema: JSON schema of the argument, from the result of `tool_schema`.
         name: Name of the argument, for the message.
 
     Raises:
@@ -118,8 +118,8 @@ def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
 
 
 def _first_fit(value: object, schemas: Sequence[Mapping[str, Any]], name: str) -> Any:
-    """Convert a value with one of several schemas: the one whose type the value already has, otherwise the first one
-    that works.
+    """Convert a value to one of several types. If it already has one of the types, it is not converted. Otherwise, the
+    first type that works is used.
     """
     for schema in sorted(schemas, key=lambda one: not _is_kind(value, one.get("type"))):
         try:
@@ -156,13 +156,14 @@ def _as_kind(value: object, kind: str, name: str) -> Any:
 
 @dataclass(slots=True)
 class ToolBox:
-    """The functions that one rollout may call.
+    """The tools that one rollout may call.
 
     Attributes:
-        functions: Functions by name.
-        schemas: Their schemas for the chat template.
-        owner: Environment that some of the functions are methods of.
-        lost: Whether a call to the owner did not return. It may still be running, so the owner is not called again.
+        functions: Functions by tool name.
+        schemas: JSON schemas of the functions, which the chat template renders.
+        owner: Environment whose methods are some of the functions. None: there is no environment.
+        lost: Whether a call of the owner did not return in time. It may still be running, so no further method of the
+            owner is called.
     """
 
     functions: dict[str, Callable] = field(default_factory=dict)
@@ -184,10 +185,10 @@ class ToolBox:
         return box
 
     def add(self, name: str, function: Callable) -> None:
-        """Add a function under a name that is not in use.
+        """Add a function under a name that no other tool has.
 
         Raises:
-            ConfigError: The name is in use.
+            ConfigError: Another tool has this name.
         """
         if name in self.functions:
             raise ConfigError(
@@ -196,10 +197,10 @@ class ToolBox:
         self.functions[name] = function
 
     def function(self, call: dict[str, Any]) -> Callable:
-        """Return the function that a call names.
+        """Return the function that a tool call names.
 
         Raises:
-            UnknownTool: There is no such tool, or the call is not a function call.
+            UnknownTool: There is no tool with this name, or the call is not a function call.
         """
         if call.get("type", "function") != "function":
             raise UnknownTool(f"calls of type {call.get('type')!r} are not supported; use 'function'")
@@ -210,12 +211,13 @@ class ToolBox:
         return self.functions[name]
 
     def declared(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the schema of the called function, or {} if there is none."""
+        """Return the schema of the called function. Return {} if there is none."""
         name = call.get("function", {}).get("name")
         return next((s["function"] for s in self.schemas if s.get("function", {}).get("name") == name), {})
 
     def arguments(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call, converted to their declared types. Undeclared arguments are not converted.
+        """Return the arguments of a call, converted to their declared types. Arguments that are not declared stay
+        unchanged.
 
         Raises:
             WrongValue: An argument cannot be converted.
@@ -227,16 +229,18 @@ class ToolBox:
         return {name: by_schema(value, known.get(name, {}), name) for name, value in arguments.items()}
 
     def waits(self, call: dict[str, Any]) -> bool:
-        """Return whether the called function is asynchronous."""
+        """Return whether the function that is called is asynchronous."""
         name = call.get("function", {}).get("name")
         return inspect.iscoroutinefunction(self.functions.get(name))
 
 
 def as_text(value: object) -> str:
-    """Convert a tool's result to text: a string unchanged, text blocks joined, other values with ``str``.
+    """Convert a tool's result to text. Strings stay unchanged, text blocks are joined, and other values are converted
+    with ``str``.
 
     Raises:
-        TypeError: A block is not text, or the value has no useful text form: a generator, a function, a plain object.
+        TypeError: A block is not text, or the value is an object without a useful text form, such as a generator or a
+            function.
     """
     bare = type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__
     bare = bare or is_image(value)
@@ -250,11 +254,11 @@ def as_text(value: object) -> str:
     text = value if isinstance(value, str) else str(value)
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
-    return text.encode("utf-8", "replace").decode()  # An unpaired surrogate cannot be tokenized, so replace it.
+    return text.encode("utf-8", "replace").decode()  # Replace unpaired surrogates, because they cannot be tokenized.
 
 
 def shows_images(value: object) -> bool:
-    """Return whether a value is a PIL image or a list of blocks with images.
+    """Return whether a tool's result is a PIL image or a list of blocks that contains images.
 
     >>> shows_images([{"type": "text", "text": "a"}, {"type": "image", "image": "a.png"}]), shows_images("a.png")
     (True, False)
@@ -264,18 +268,19 @@ def shows_images(value: object) -> bool:
 
 
 class ToolRunner:
-    """Runs tool calls of many rollouts concurrently. The calls of one rollout run in order.
+    """Runs the tool calls of many rollouts concurrently. The calls of one rollout run in order.
 
-    Plain functions run on threads, asynchronous functions on one event loop. Consecutive asynchronous calls of a
-    message run concurrently. A call that exceeds ``timeout`` is abandoned, and the model receives an error.
+    Plain functions run on threads, and asynchronous functions on one event loop. If consecutive calls of a message are
+    asynchronous, they run concurrently. After ``timeout``, the runner stops waiting for a call, and the model receives
+    an error.
 
     Args:
-        workers: Number of rollouts that are served concurrently. None: one per rollout, up to 32. 0: run all calls one
-            after the other on the calling thread without a time limit, for tools that are not thread-safe.
+        workers: Number of rollouts whose tools run concurrently. None: all rollouts, up to 32. 0: calls run one after
+            the other on the calling thread without a time limit, for tools that are not thread-safe.
         timeout: Maximum number of seconds of a call. None: no limit.
 
     Attributes:
-        background: Color behind transparent pixels of returned images. None: the model supports text only.
+        background: Color behind transparent pixels of returned images. None: the model supports only text.
     """
 
     def __init__(self, workers: int | None = None, timeout: float | None = 60.0) -> None:
@@ -285,7 +290,9 @@ class ToolRunner:
         self._lock = threading.Lock()
 
     def each(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Run all tasks and return their results in order. The first error is raised after all tasks have ended."""
+        """Run all tasks and return their results in order. If tasks fail, the first error is raised after all of them
+        have ended.
+        """
         workers = min(32, len(tasks)) if self.workers is None else min(self.workers, len(tasks))
         if workers == 0 or (workers == 1 and self.workers is not None):
             return [task() for task in tasks]
@@ -294,20 +301,21 @@ class ToolRunner:
         return [future.result() for future in futures]
 
     def run(self, jobs: Sequence[tuple[ToolBox, Sequence[dict[str, Any]]]]) -> list[list[ToolResult]]:
-        """Run the calls of every job and return their results in order. Errors of tools and models become results.
+        """Run the tool calls of every rollout. Return the results in order. Errors of tools and invalid calls become
+        results for the model.
 
         Raises:
-            RolloutError: An environment is broken, for example its reward is not a number.
+            RolloutError: An environment does not work, for example because its ``done`` is not a bool.
         """
         return self.each([lambda box=box, calls=calls: self._in_order(box, calls) for box, calls in jobs])
 
     def call(self, function: Callable, arguments: dict[str, Any]) -> Any:
-        """Call a plain or asynchronous function with the time limit.
+        """Call a plain or asynchronous function, with the time limit.
 
         Raises:
             TooSlow: The function did not return in time.
-            Cancelled: The function raised an exception that is not an `Exception`. Other errors of the function are
-                raised unchanged.
+            Cancelled: The function raised an exception that is not a subclass of `Exception`. All other errors of the
+                function are raised unchanged.
         """
         if inspect.iscoroutinefunction(function):
             return self._start(function, arguments)()
@@ -374,7 +382,7 @@ class ToolRunner:
         return ToolResult(as_text({"error": text}), failed=True)
 
     def _start(self, function: Callable, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """Start an asynchronous function and return a function that waits for its result."""
+        """Start an asynchronous function. Return a function that waits for its result."""
         limit = self.timeout
 
         async def work() -> Any:
@@ -392,8 +400,8 @@ class ToolRunner:
                 return future.result(None if limit is None else limit + GRACE)
             except concurrent.futures.TimeoutError:
                 if future.done():
-                    raise  # The tool itself raised a TimeoutError.
-                # The coroutine blocks this event loop, so later calls must use a new one.
+                    raise  # The tool itself raised this TimeoutError.
+                # The coroutine blocks this event loop, so use a new event loop for later calls.
                 self._loop = None
                 raise TooSlow from None
 
@@ -401,7 +409,7 @@ class ToolRunner:
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            # Hold the lock while the loop is read and created, because a blocking call can unset it at any time.
+            # Hold the lock, because a thread whose call blocks may set the event loop to None at any time.
             loop = self._loop
             if loop is None:
                 loop = self._loop = asyncio.new_event_loop()
@@ -410,13 +418,13 @@ class ToolRunner:
 
 
 async def _itself(value: object) -> Any:
-    """Await a value. Exceptions that would end the event loop or its task end only this call."""
+    """Await a value. An exception that would end the event loop, or the task, ends only this call."""
     try:
         return await value
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            raise  # Raise it again, because this runner canceled the task.
+            raise  # The runner canceled this task, so do not convert the exception.
         raise _cancelled(error) from error
     except (Exception, KeyboardInterrupt):
         raise
@@ -429,13 +437,15 @@ def _cancelled(error: BaseException) -> Cancelled:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Run a call on a daemon thread and stop waiting after ``seconds``. The thread itself cannot be stopped."""
+    """Run a call on a daemon thread, and wait up to ``seconds``. After that, the thread continues, because it cannot be
+    stopped.
+    """
     box: list[tuple[T | None, BaseException | None]] = []
 
     def work() -> None:
         try:
             box.append((call(), None))
-        except BaseException as error:  # The waiting thread raises this exception again.
+        except BaseException as error:  # Store the exception. The thread that waits raises it again.
             box.append((None, error))
 
     thread = threading.Thread(target=work, daemon=True, name="tool")

@@ -1,9 +1,10 @@
-"""Attention over shared prefixes and a separate suffix per row, registered by name in transformers.
+"""Attention in which rows share the keys and values of their prompts. It is registered in transformers under a name.
 
-The model's own decoder code runs unchanged; only the attention function is replaced. The common prefix of all prompts
-of a call is computed and stored once. The rest of each prompt is stored once too, in blocks of prompts. A decoding step
-multiplies all queries with the common prefix in one product, all queries of a prompt with the prompt in another product
-without repeating key-value heads, and each query with its own suffix. One softmax covers all three.
+The model's decoder code is not changed; only its attention function is replaced. The common prefix of all prompts of a
+call is computed and stored once. The rest of each prompt is stored once too, in blocks of several prompts. In a
+decoding step, one product multiplies all queries with the common prefix. Another product multiplies all queries of a
+prompt with the prompt, without repeating key-value heads. Each query is also multiplied with its own suffix. One
+softmax is computed over all three parts.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from posttrain.models.heads import attention_renamed
 
 
 class Rule(NamedTuple):
-    """Rule by which a layer converts attention scores to attention weights.
+    """Parameters by which a layer computes attention weights from queries and keys.
 
     Attributes:
         scale: Factor of the products of queries and keys.
         softcap: Bound of the scaled scores, which become ``softcap * tanh(scores / softcap)``. None: no bound.
-        window: Number of positions that a token attends to, including its own. None: all.
-        chunk: Size of chunks of positions that attend only within the chunk (Llama 4), or None.
-        sinks: ``(heads,)`` an additional logit per head with value zero, or None.
+        window: Number of positions to which a token attends, including its own. None: all earlier positions.
+        chunk: Size of chunks of positions (Llama 4). A token attends only to positions of its own chunk. None: no
+            chunks.
+        sinks: ``(heads,)`` additional logit per head, whose value vector is zero. None: no such logits.
     """
 
     scale: float
@@ -43,32 +45,36 @@ class Rule(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether the weights are a plain softmax of scaled scores, so that torch's attention function can be used."""
+        """Whether the weights are a softmax of scaled scores without further changes. torch's own attention function
+        can then be used.
+        """
         return self.softcap is None and self.sinks is None
 
     def weights(self, scores: Tensor, sinks: Tensor | None) -> Tensor:
-        """Return the softmax in float32 of scores from `capped`. ``sinks`` must be expandable to the scores."""
+        """Return the softmax in float32 of scores that `capped` returned. ``sinks`` must be expandable to the scores."""
         if sinks is None:
             return scores.softmax(-1)
         sinks = sinks.to(scores).expand(*scores.shape[:-1], 1)
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
     def capped(self, scores: Tensor) -> Tensor:
-        """Apply softcapping to scaled scores."""
+        """Apply the softcap to scaled scores. Without a softcap, the scores are returned unchanged."""
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
-Sight = tuple[int | None, int | None]  # Sliding window and chunk size of a layer, each None if the layer has none.
+Sight = tuple[
+    int | None, int | None
+]  # Sliding window and chunk size of a layer. None: the layer has no window, or no chunks.
 
 
 @dataclass(slots=True)
 class Block:
-    """KV cache of prompts that were prefilled together, right-padded to the longest.
+    """KV cache of several prompts that were prefilled together. It is right-padded to the longest prompt.
 
     Attributes:
-        prompts: Numbers of the prompts, in batch order.
+        prompts: Indices of the prompts, in batch order.
         lengths: ``(P,)`` number of tokens of each prompt.
-        keys, values: By layer ``(P, KV heads, width, head size)``.
+        keys, values: Maps each layer to a tensor ``(P, KV heads, width, head size)``.
         states: ``(P, ...)`` states of recurrent layers at the end of each prompt, see `posttrain.models.recurrent.states`.
     """
 
@@ -79,27 +85,27 @@ class Block:
     states: list[Tensor] = field(default_factory=list)
 
     def append(self, keys: dict[int, Tensor], values: dict[int, Tensor]) -> None:
-        """Append the next positions of all prompts."""
+        """Append keys and values of the next positions of all prompts."""
         for memory, new in ((self.keys, keys), (self.values, values)):
             for layer, tensor in new.items():
                 memory[layer] = torch.cat([memory[layer], tensor], 2) if layer in memory else tensor
 
     def close_gaps(self, known: Tensor, room: int) -> None:
-        """Close the gaps between cached and new positions. New columns start at column ``room``; they are moved
-        directly behind the ``known (P,)`` cached positions of each prompt.
+        """Remove the gaps between cached and new positions. New positions were stored from column ``room`` on. They are
+        moved directly behind the ``known (P,)`` cached positions of each prompt.
         """
         width = int(self.lengths.max())
         columns = torch.arange(width, device=known.device).expand(len(known), -1)
         source = torch.where(columns < known[:, None], columns, columns - known[:, None] + room)
         for memory in (self.keys, self.values):
             for layer, tensor in memory.items():
-                # Limit the index, because columns after the end of a short prompt are never read.
+                # Limit the index to the last column. Columns after the end of a short prompt are never read.
                 last = tensor.shape[2] - 1
                 index = source.clamp_max(last)[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
                 memory[layer] = tensor.gather(2, index)
 
     def row(self, prompt: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return keys and values ``(1, KV heads, length, head size)`` of one prompt by layer."""
+        """Return keys and values ``(1, KV heads, length, head size)`` of one prompt, by layer."""
         i = self.prompts.index(prompt)
         return {n: (self.keys[n][i : i + 1, :, :length], self.values[n][i : i + 1, :, :length]) for n in self.keys}
 
@@ -108,7 +114,7 @@ class Block:
         return one_row(self.states, self.prompts.index(prompt))
 
     def keep(self, prompts: list[int]) -> None:
-        """Keep only these prompts, and free the memory of all others."""
+        """Keep only the listed prompts. Free the memory of all other prompts."""
         index = torch.tensor([self.prompts.index(p) for p in prompts], device=self.lengths.device)
         self.prompts, self.lengths = prompts, self.lengths[index]
         self.states = [state[index] for state in self.states]
@@ -125,14 +131,14 @@ def one_row(states: list[Tensor], row: int) -> list[Tensor]:
 
 @dataclass(slots=True)
 class Group:
-    """The rows of one block that are still generating.
+    """The rows of one block that are still generating. A row belongs to one completion.
 
     Attributes:
-        rows: ``(m,)`` live rows, ascending.
-        grid: ``(P, g)`` the same rows, grouped by prompt. g is the maximum number of rows per prompt. Prompts with
-            fewer rows repeat a row.
-        place: ``(m,)`` index of each of ``rows`` in the flattened grid.
-        alone: Whether the group contains all live rows.
+        rows: ``(m,)`` row indices, ascending.
+        grid: ``(P, g)`` the same row indices, with one line per prompt. g is the maximum number of rows per prompt. If
+            a prompt has fewer rows, one of them is repeated.
+        place: ``(m,)`` index of each row in the flattened grid.
+        alone: Whether all rows that are still generating belong to this group.
     """
 
     block: Block
@@ -143,7 +149,9 @@ class Group:
     orders: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def order(self, kv: int) -> tuple[Tensor, Tensor]:
-        """Return indices that gather ``(P, kv, g)`` from ``(n, kv)``, and indices that gather ``(m, kv)`` back."""
+        """Return indices that gather ``(P, kv, g)`` from ``(n, kv)``, and indices that gather the result back to ``(m,
+        kv)``.
+        """
         if kv not in self.orders:
             heads, g = torch.arange(kv, device=self.grid.device), self.grid.shape[1]
             take = self.grid[:, None, :] * kv + heads[:, None]
@@ -153,35 +161,40 @@ class Group:
         return self.orders[kv]
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Rearrange ``(n, kv, r, c)`` to ``(P, kv, g r, c)``: all queries of a prompt, for one product with its keys."""
+        """Rearrange ``(n, kv, r, c)`` to ``(P, kv, g r, c)``. All queries of a prompt are then multiplied with its keys
+        in one product.
+        """
         n, kv, r, c = x.shape
         lines = x.reshape(n * kv, r, c).index_select(0, self.order(kv)[0])
         return lines.view(self.grid.shape[0], kv, -1, c)
 
     def by_row(self, x: Tensor, r: int) -> Tensor:
-        """Rearrange ``(P, kv, g r, c)`` to ``(m, kv, r, c)``, in the order of ``rows``."""
+        """Rearrange ``(P, kv, g r, c)`` to ``(m, kv, r, c)``, in the order of `rows`."""
         kv, c = x.shape[1], x.shape[3]
         return x.reshape(-1, r * c).index_select(0, self.order(kv)[1]).view(-1, kv, r, c)
 
 
 NAME = "posttrain_native"
-# Number of suffix positions that are allocated at first. When they are used up, the number is doubled.
+# Number of suffix positions that are allocated first. Each time they are full, the number is doubled.
 FIRST_BLOCK = 64
 
 
 @dataclass(slots=True)
 class Fill:
-    """A prefill pass: the earlier keys and values that its tokens attend to, and the new ones.
+    """A prefill pass: earlier keys and values, to which its tokens attend, and the new keys and values that it
+    computes.
 
     Attributes:
         past: Earlier keys and values by layer, ``(1 or P, KV heads, length, head size)``, in the order of positions.
-        keys, values: New keys and values by layer, ``(P, KV heads, width, head size)``. The pass sets them.
-        shared: Number of tokens in the common prefix of all prompts. It is at the beginning of ``past``.
-        known: ``(P,)`` number of cached tokens of each prompt. They follow the common prefix in ``past``. None: all
-            prompts have the same number.
-        room: Number of columns for cached tokens, which is the maximum of ``known``.
-        span: ``(P, width)`` number of the block (an image) with bidirectional attention, -1 outside. None: no blocks.
-        hidden: Attention masks by window and chunk. Each is computed once for all layers.
+        keys, values: New keys and values by layer, ``(P, KV heads, width, head size)``. Attention stores them during
+            the pass.
+        shared: Number of tokens of the common prefix of all prompts. Their keys and values come first in ``past``.
+        known: ``(P,)`` number of cached tokens of each prompt, which follow the common prefix in ``past``. None: all
+            prompts have the same number of cached tokens.
+        room: Number of columns for cached tokens. It is the maximum of ``known``.
+        span: ``(P, width)`` index of the block (an image) in which a token attends in both directions. -1: the token is
+            in no block. None: no blocks.
+        hidden: Attention masks by window and chunk size. Each mask is computed once and used by all layers.
         states: ``(P, width, H)`` final hidden states, set after the pass.
     """
 
@@ -196,10 +209,10 @@ class Fill:
     states: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def unseen(self, sight: Sight, width: int, whole: int, device: torch.device) -> Tensor:
-        """Return a mask ``(width, whole)`` that is True where a token must not attend. It has a row dimension if rows
-        differ.
+        """Return a mask ``(width, whole)`` that is True where a token must not attend. If rows need different masks, it
+        has an additional row dimension.
 
-        ``width`` is the number of new positions, ``whole`` the number of all positions.
+        ``width`` is the number of new positions, and ``whole`` the number of all positions.
         """
         if sight not in self.hidden:
             window, chunk = sight
@@ -221,7 +234,7 @@ class Fill:
         return self.hidden[sight]
 
     def whole(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of a layer, and return them appended to the earlier ones."""
+        """Store the new keys and values of a layer. Return them appended to the earlier keys and values."""
         self.keys[layer], self.values[layer] = key.contiguous(), value.contiguous()
         if not self.past:
             return key, value
@@ -232,24 +245,25 @@ class Fill:
 
 @dataclass(slots=True)
 class Store:
-    """KV cache of the engine, and the state of the current forward call.
+    """KV cache of an engine call, and the state of the forward pass that is running.
 
     Attributes:
-        slots: Maximum number of live sequences.
-        filling: Prefill pass that is running. None: decoding.
-        positions: ``(n, t)`` positions of the tokens of the running pass.
-        common: Block with the common prefix of all prompts, of batch size one. None: there is no common prefix.
-        groups: In decoding, the live rows by block. Each live row is in exactly one group.
-        prefix: ``(n,)`` number of prompt tokens of each live row, without the common prefix.
-        lengths: ``(n,)`` number of stored suffix tokens of each live row, without the current one.
-        longest: Maximum of ``lengths``, on the host.
-        keys, values: By layer ``(slots, KV heads, capacity, head size)``.
+        slots: Maximum number of sequences that generate at the same time.
+        filling: Prefill pass that is running. None: a decoding step is running.
+        positions: ``(n, t)`` positions of the tokens of the pass that is running.
+        common: Block with the common prefix of all prompts, as a batch of one. None: there is no common prefix.
+        groups: In decoding, the generating rows by block. Each row is in exactly one group.
+        prefix: ``(n,)`` number of prompt tokens of each generating row, without the common prefix.
+        lengths: ``(n,)`` number of stored suffix tokens of each generating row, without the current token.
+        longest: Maximum of ``lengths``, as a Python number, so that no copy from the device is needed.
+        keys, values: Suffixes by layer, ``(slots, KV heads, capacity, head size)``.
         states: ``(slots, ...)`` states of recurrent layers, see `posttrain.models.recurrent.states`.
-        repeats: For attention layers that are used at several depths: number of their calls in the current pass.
-        unseen: Attention masks of this step by window and chunk. Each is computed once for all layers.
-        places: Indices of this step's keys in a layer's cache, by key-value heads and capacity, computed once for all
+        repeats: For attention layers that are used at several depths: how often each was called in the current pass.
+        unseen: Attention masks of this step by window and chunk size. Each mask is computed once and used by all
             layers.
-        plan: Data of the groups for compiled layers (`posttrain.rollouts.native.layers`).
+        places: Indices of this step's keys in a layer's cache, by number of key-value heads and capacity. They are
+            computed once and used by all layers.
+        plan: Description of the groups for compiled layers (`posttrain.rollouts.native.layers`).
     """
 
     slots: int
@@ -269,12 +283,12 @@ class Store:
     plan: Any = None
 
     def begin_pass(self, positions: Tensor) -> None:
-        """Set the positions ``(n, t)`` of the tokens of the next pass."""
+        """Set the positions ``(n, t)`` of the tokens of the next forward pass."""
         self.positions, self.repeats = positions, 0
 
     def layer_of(self, module: Any) -> int:
-        """Return the key of a layer's cache. Zamba 2 uses the same attention layers at several depths, all with index
-        -1.
+        """Return the key of a layer's cache. In Zamba 2, several depths use the same attention layers, all with layer
+        index -1.
         """
         if module.layer_idx >= 0:
             return module.layer_idx
@@ -282,7 +296,7 @@ class Store:
         return -self.repeats
 
     def begin_rows(self, rows: slice, block: Block, prompt: int) -> None:
-        """Set the recurrent states of rows to the states at the end of their prompts."""
+        """Set the recurrent states of new rows to the states at the end of their prompt."""
         if not self.states:
             self.states = [state.new_empty(self.slots, *state.shape[1:]) for state in block.states]
         index = block.prompts.index(prompt)
@@ -290,7 +304,7 @@ class Store:
             memory[rows] = state[index]
 
     def begin_step(self, longest: int) -> None:
-        """Begin a step of one position per live row. ``longest`` is the maximum number of suffix tokens so far."""
+        """Begin a decoding step with one new position per row. ``longest`` is the current maximum number of suffix tokens."""
         self.longest, self.unseen, self.places = longest, {}, {}
 
     @property
@@ -300,7 +314,7 @@ class Store:
 
     @property
     def width(self) -> int:
-        """Number of columns of the prompts without the common prefix: the width of the widest live block."""
+        """Number of columns of the prompts without the common prefix. It is the width of the widest block in use."""
         return max(next(iter(group.block.keys.values())).shape[2] for group in self.groups)
 
     @property
@@ -309,7 +323,7 @@ class Store:
         return next(iter(self.keys.values())).shape[2] if self.keys else 0
 
     def bias(self, sight: Sight, columns: int) -> Tensor:
-        """Return ``(n, 1, 1, shared + width + columns)``: minus infinity where a row must not attend, else 0."""
+        """Return ``(n, 1, 1, shared + width + columns)``: 0 where a row may attend, else minus infinity."""
         if sight not in self.unseen:
             window, chunk = sight
             device = self.lengths.device
@@ -327,7 +341,7 @@ class Store:
         return self.unseen[sight]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one position to each live row, and return the used part of this layer's cache."""
+        """Store the keys and values of one new position per row. Return the used part of this layer's cache."""
         n, kv, _, size = key.shape
         used = self.longest + 1
         self.make_room(layer, key, value)
@@ -342,14 +356,14 @@ class Store:
         return keys[:n, :, :used], values[:n, :, :used]
 
     def make_room(self, layer: int, key: Tensor, value: Tensor, *, blank: bool = True) -> None:
-        """Allocate space for one more position of every row.
+        """Make sure that the cache has space for one more position of every row.
 
         Args:
             layer: Key of the layer's cache.
-            key: A sample ``(n, KV heads, 1, size)``.
-            value: A sample of the values.
-            blank: Whether to zero unused positions. It is needed for matrix products over all columns, because a NaN in
-                an unused column would reach the result.
+            key: A tensor ``(n, KV heads, 1, size)`` with the size and dtype of the layer's keys.
+            value: The same for the layer's values.
+            blank: Whether to set unused positions to zero. Matrix products over all columns need this, because a NaN in
+                an unused column would change the result.
         """
         if layer not in self.keys or self.keys[layer].shape[2] <= self.longest:
             self._grow(layer, key, value, blank=blank)
@@ -367,7 +381,9 @@ class Store:
             memory[layer] = new
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Compute attention of one layer. Input ``(n, heads, t, size)``, output ``(n, t, heads, size)``."""
+        """Compute the attention of one layer. The input has shape ``(n, heads, t, size)``, the output ``(n, t, heads,
+        size)``.
+        """
         if self.filling is not None:
             key, value = self.filling.whole(layer, key, value)
             return _prefill(self.filling, query, key, value, rule).transpose(1, 2)
@@ -375,17 +391,17 @@ class Store:
         return _decode(self, layer, query, keys, values, rule)
 
     def suffix(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return keys and values ``(1, KV heads, length, head size)`` of one row's suffix by layer."""
+        """Return keys and values ``(1, KV heads, length, head size)`` of one row's suffix, by layer."""
         return {
             n: (self.keys[n][row : row + 1, :, :length], self.values[n][row : row + 1, :, :length]) for n in self.keys
         }
 
     def clear(self) -> None:
-        """Free all suffixes."""
+        """Free the memory of all suffixes."""
         self.keys, self.values, self.states = {}, {}, []
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the suffix and states of one row to another row, to reuse the row of a finished sequence."""
+        """Copy the suffix and the recurrent states of one row to another row, whose sequence has ended."""
         for memory in (self.keys, self.values):
             for tensor in memory.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
@@ -394,7 +410,7 @@ class Store:
 
 
 class _Running(threading.local):
-    """Thread-local cache, so that calls on different models can run concurrently in threads of one process."""
+    """Cache of the running call in each thread. Calls on different models can therefore run concurrently in one process."""
 
     store: Store | None = None
 
@@ -403,7 +419,7 @@ _running = _Running()
 
 
 def current_store() -> Store:
-    """Return the cache of the innermost call that is running in this thread."""
+    """Return the cache of the innermost engine call that is running in this thread."""
     assert _running.store is not None, "native attention runs inside plugged_in() only"
     return _running.store
 
@@ -421,10 +437,11 @@ def native_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers. Input ``(n, heads, t, size)``, output ``(n, t, heads, size)``.
+    """Compute attention for transformers. The input has shape ``(n, heads, t, size)``, the output ``(n, t, heads,
+    size)``.
 
-    ``sliding_window=None`` means full attention, even if the module has an attribute ``sliding_window`` (EXAONE 4 has
-    it in every layer). The attribute is used only if the argument is not passed.
+    ``sliding_window=None`` means full attention, even if the module has an attribute ``sliding_window``, as every layer
+    of EXAONE 4 has. The attribute is used only if the argument is not passed.
     """
     store = current_store()
     if sliding_window is ...:
@@ -434,15 +451,14 @@ def native_attention(
     if module.config.model_type == llama4.MODEL_TYPE:
         query, chunk = llama4.placed(module, query, store.positions)
     rule = Rule(scale, softcap, sliding_window, chunk, s_aux)
-    # Under autocast, queries and keys are float32 after the rotary embedding, but values are in half precision. Use one dtype.
+    # Under autocast, the rotary embedding returns float32 queries and keys, but values are in half precision. Convert all to
+    # one dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
     return store.attend(store.layer_of(module), query, key, value, rule), None
 
 
 def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-    """Compute causal attention for the last positions. Right padding comes after all real tokens, so real tokens never
-    attend to it.
-    """
+    """Compute causal attention of the last positions. Padding is on the right, so no real token attends to it."""
     width, whole = query.shape[2], key.shape[2]
     limit = min(rule.window or whole, rule.chunk or whole)
     if rule.plain and fill.span is None and width == whole <= limit:
@@ -450,8 +466,8 @@ def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) 
     hidden = fill.unseen((rule.window, rule.chunk), width, whole, query.device)
     if rule.plain and query.device.type == "cpu":
         return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=rule.scale, enable_gqa=True)
-    # Repeat keys and values, because CUDA has no kernel for a mask with shared key-value heads and would materialize all
-    # scores.
+    # Repeat keys and values for all query heads. CUDA has no kernel for a mask together with shared key-value heads and would
+    # otherwise store all scores.
     key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
     if rule.plain:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=rule.scale)
@@ -461,8 +477,8 @@ def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) 
 
 
 def _decode(store: Store, layer: int, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
-    """Compute attention of one new query per row. It attends to the common prefix, the row's prompt and the row's
-    suffix. The result is ``(n, 1, heads, size)``.
+    """Compute attention of one new query per row. The query attends to the common prefix, to the row's prompt and to
+    the row's suffix. The result is ``(n, 1, heads, size)``.
     """
     n, heads, _, size = query.shape
     kv, used, first, width = keys.shape[1], keys.shape[2], store.shared, store.width
@@ -484,7 +500,7 @@ def _decode(store: Store, layer: int, query: Tensor, keys: Tensor, values: Tenso
 
 
 def _prompt_scores(groups: list[Group], layer: int, q: Tensor, width: int) -> Tensor:
-    """Compute ``(n, kv, r, width)`` scores of every row's queries with the keys of its prompt."""
+    """Compute the scores ``(n, kv, r, width)`` of every row's queries with the keys of its prompt."""
     scores = q.new_zeros(0)
     for group in groups:
         block = group.block.keys[layer]
@@ -497,7 +513,7 @@ def _prompt_scores(groups: list[Group], layer: int, q: Tensor, width: int) -> Te
 
 
 def _of_all(x: Tensor) -> Tensor:
-    """Rearrange ``(n, kv, r, c)`` to ``(kv, n r, c)``: the queries of all rows."""
+    """Rearrange ``(n, kv, r, c)`` to ``(kv, n r, c)``, so that the queries of all rows are in one matrix per head."""
     return x.transpose(0, 1).reshape(x.shape[1], -1, x.shape[3])
 
 
@@ -508,7 +524,9 @@ def _by_all(x: Tensor, n: int) -> Tensor:
 
 @contextmanager
 def plugged_in(model: nn.Module, store: Store) -> Iterator[None]:
-    """Use `native_attention` with ``store`` in the text layers of ``model``, and restore the previous backend on exit."""
+    """Use `native_attention` with ``store`` in the text layers of ``model`` inside the context. Restore the previous
+    backend on exit.
+    """
     ALL_ATTENTION_FUNCTIONS.register(NAME, native_attention)
     previous, _running.store = _running.store, store
     try:

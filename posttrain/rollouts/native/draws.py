@@ -1,4 +1,6 @@
-"""Sampling from logits: temperature, rules, truncation, and a sampler without sort or log-softmax over the vocabulary."""
+"""Sampling from logits: temperature, rules, truncation, and a sampler that needs no sort and no log-softmax over the
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ BLOCK = 256
 
 
 def penalize_repetition(logits: Tensor, history: list[list[int]], penalty: float) -> Tensor:
-    """Divide positive and multiply negative logits of tokens that occurred before, including the prompt.
+    """Penalize tokens that occurred in the prompt or the completion: divide positive logits by ``penalty``, multiply
+    negative logits by it.
 
     Reference: CTRL, arXiv:1909.05858, section 4.1.
     """
@@ -33,18 +36,19 @@ def penalize_repetition(logits: Tensor, history: list[list[int]], penalty: float
 
 
 def has_rules(sampling: Sampling) -> bool:
-    """Return whether `apply_rules` changes anything."""
+    """Return whether `apply_rules` would change the logits."""
     return bool(sampling.min_new_tokens or sampling.logit_bias or sampling.no_repeat_ngram)
 
 
 def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: list[list[int]] | None) -> Tensor:
-    """Return a copy of the logits, with the logit bias added and the logits of forbidden tokens set to minus infinity.
+    """Return a copy of the logits. The logit bias is added, and the logits of forbidden tokens are minus infinity.
 
     Args:
         x: ``(n, V)`` logits after division by the temperature.
         sampling: Settings of all rows.
-        written: Number of completion tokens so far, for each of the n rows.
-        history: Tokens so far of each of the n rows, including the prompt. Only needed to forbid repeated n-grams.
+        written: Number of tokens that each of the n completions has so far.
+        history: Tokens of each of the n rows so far, including the prompt. It is only needed to forbid repeated
+            n-grams.
     """
     x = x.clone()
     if sampling.logit_bias:
@@ -60,10 +64,10 @@ def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: 
 
 
 def ends_with_string(tokens: Sequence[int], sampling: Sampling, tokenizer: Tokenizer) -> bool:
-    """Return whether the last token of a completion completed a stop string."""
+    """Return whether the last token of a completion completes a stop string."""
     if not sampling.stop_strings:
         return False
-    # A token may be a single byte, and a character has up to 4 bytes. Decode enough tokens for the longest stop string.
+    # A token may be a single byte, and a character has up to 4 bytes. Decode enough tokens to contain the longest stop string.
     text = tokenizer.decode(tokens[-4 * max(map(len, sampling.stop_strings)) - 8 :])
     return any(string in text for string in sampling.stop_strings)
 
@@ -92,8 +96,8 @@ def _forbid(logits: Tensor, rows: list[list[int]]) -> Tensor:
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Sample one index per row with probability proportional to ``weights``, by inverting the cumulative sum.
 
-    The cumulative sum has two levels, blocks and the positions within one block. The vocabulary is then read once and
-    float32 sums stay short, so rounding does not move probability between tokens.
+    The cumulative sum is computed in two levels: over blocks, and over the positions in one block. The vocabulary is
+    then read once, and float32 sums are short, so that rounding does not change the probabilities of tokens.
 
     Args:
         weights: ``(n, V)`` nonnegative weights, not normalized.
@@ -109,10 +113,9 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_min(0)), 0.0)
     chosen = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1).double()
     inner = torch.searchsorted(chosen.cumsum(-1), target - before, right=True).clamp_max(BLOCK - 1)
-    # Because of rounding, the index may be after the last position with a positive weight. In this case, use that last
-    # position.
+    # Rounding can move the index behind the last position with a positive weight. Use that last position then.
     last = (BLOCK - 1) - (chosen.flip(-1) > 0).int().argmax(-1, keepdim=True)
-    # In a row with NaN, the token is arbitrary. `SampledTokens.rows` raises the error later.
+    # If a row contains NaN, the token is arbitrary. `SampledTokens.rows` raises an error for it later.
     return (block * BLOCK + torch.minimum(inner, last)).squeeze(1).clamp_max(size - 1)
 
 
@@ -122,10 +125,11 @@ class SampledTokens:
 
     Attributes:
         tokens: ``(n,)`` int64.
-        logp: ``(n,)`` float32 log-prob at the sampling temperature, before truncation and other changes.
-        processed_logp: ``(n,)`` float32 log-prob under the sampled distribution. None: the same.
-        top: ``(n, k)`` ids and log-probs of the most likely tokens, before penalties, rules and truncation. None: not
-            requested.
+        logp: ``(n,)`` float32 log-prob at the sampling temperature, before penalties, rules and truncation.
+        processed_logp: ``(n,)`` float32 log-prob under the distribution from which the token was sampled. None: it
+            equals ``logp``.
+        top: ``(n, k)`` ids and log-probs of the most likely tokens, before penalties, rules and truncation. None: they
+            were not requested.
     """
 
     tokens: Tensor
@@ -134,10 +138,11 @@ class SampledTokens:
     top: tuple[Tensor, Tensor] | None = None
 
     def rows(self) -> list[list[float]]:
-        """Copy all values to the host at once, and return a list per row: token, log-prob, and further values.
+        """Copy all values to the host in one transfer. Return a list per row with the token, its log-prob, and further
+        values.
 
         Raises:
-            RolloutError: A row has NaN, or no token is allowed.
+            RolloutError: A row contains NaN, or the rules allow no token in a row.
         """
         columns = [x[:, None] for x in (self.tokens, self.logp, self.processed_logp) if x is not None]
         rows = torch.cat([x.double() for x in (*columns, *(self.top or ()))], 1).tolist()
@@ -157,15 +162,16 @@ def draw_tokens(
 ) -> SampledTokens:
     """Sample one token per row, and return its log-prob at the sampling temperature before truncation.
 
-    Nothing waits for the device. `SampledTokens.rows` raises if a row has no valid token.
+    The function does not wait for the device. `SampledTokens.rows` raises an error later if a row has no valid token.
 
     Args:
-        logits: ``(n, V)``. They are overwritten.
-        sampling: Sampling settings. Temperature 0 is greedy, with the log-prob at temperature 1.
+        logits: ``(n, V)`` logits, which are overwritten.
+        sampling: Sampling settings. With temperature 0, the most likely token is selected, and its log-prob is at
+            temperature 1.
         uniform: ``(n,)`` float64 in [0, 1).
-        history: Tokens so far, including the prompt. Only needed for the repetition penalty.
-        change: Function applied to the logits at the sampling temperature before truncation. It may set logits to minus
-            infinity.
+        history: Tokens of each row so far, including the prompt. Only the repetition penalty needs it.
+        change: Function that changes the logits, after division by the temperature and before truncation. It may set
+            logits to minus infinity.
     """
     x = logits.float()
     greedy = sampling.temperature == 0
@@ -177,7 +183,7 @@ def draw_tokens(
         drawn = _shaped(x, best, sampling, uniform, history, change)
         drawn.top = top
         return drawn
-    # Compute in place, because for small tensors an allocation takes longer than the arithmetic.
+    # Compute in place. For small tensors, allocating memory takes longer than the arithmetic.
     weights = x.sub_(best).exp_()
     token = draw(weights, uniform)
     logp = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
@@ -198,7 +204,7 @@ def _shaped(
     history: list[list[int]] | None,
     change: Callable[[Tensor], Tensor] | None,
 ) -> SampledTokens:
-    """Sample from logits that differ from those of the raw log-prob: greedy, penalized, changed or truncated."""
+    """Sample tokens if the sampled distribution is not the plain softmax: greedy, or with penalties, changes or truncation."""
     greedy = sampling.temperature == 0
     log_z = best.squeeze(-1) + (x - best).exp_().sum(-1).log()
     y = x
@@ -209,7 +215,7 @@ def _shaped(
         y = change(y)
     if greedy:
         token = y.argmax(-1)
-        # The log-prob is NaN if no token is allowed, as in sampling below.
+        # If no token is allowed, the log-prob is NaN, as in sampling below.
         processed = torch.zeros_like(log_z).masked_fill_(y.amax(-1).isneginf(), torch.nan)
     else:
         y = truncate(y, sampling.truncation)

@@ -1,4 +1,4 @@
-"""`NativeEngine`: sampling with the trained weights in the trainer's process."""
+"""`NativeEngine`: samples from the trained weights in the trainer's process."""
 
 from __future__ import annotations
 
@@ -43,39 +43,42 @@ from posttrain.types import Request, Rollout, Row, Sampling
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
-# Number of tokens per prefill pass. Short prompts share a pass, and long prompts are split into chunks of this size. Attention
-# between two chunks is not causal, so smaller chunks take more time.
+# Number of tokens per prefill pass. Short prompts share a pass, and longer prompts are split into chunks of this size. With
+# smaller chunks, more of the attention is between two chunks, which is slower because it is not causal.
 PREFILL_TOKENS = 2048
-# Default size of the prefix cache in bytes. It holds 43,000 tokens of a model with 135M parameters in float32, or 35,000 tokens
-# of Qwen2.5-7B in bfloat16.
+# Default size of the prefix cache in bytes. It holds 43,000 tokens of a 135M model in float32, or 35,000 tokens of Qwen2.5-7B
+# in bfloat16.
 KEEP_BYTES = 2 * 10**9
 FAILURE = "rollout_failure.json"
 
 
 class NativeEngine(RolloutEngine):
-    """Rollout engine on the trained weights themselves, without a copy that must be updated.
+    """Rollout engine that samples from the trained weights. It has no copy of the weights that must be updated.
 
-    A finished sequence frees its row, and the next sequence uses it. Each prompt is prefilled once for all of its
-    completions, and the common prefix of all prompts once for all prompts. The random numbers of a sequence depend only
-    on the seed and its own number, not on other sequences.
+    When a sequence ends, the next sequence uses its row of the batch. Each prompt is prefilled once for all of its
+    completions. The common prefix of all prompts is prefilled once for all prompts. The random numbers of a sequence
+    depend only on the seed and on the sequence's index, not on other sequences.
 
     Args:
-        model: A transformers causal language model that selects its attention by name, possibly with adapters.
+        model: A transformers causal language model, possibly with adapters. It must select its attention function by
+            name.
         pad_token_id: Token id of padding during prefill.
-        max_slots: Maximum number of live sequences. None: 64 on a CPU and 256 on a GPU.
+        max_slots: Maximum number of sequences that generate at the same time. None: 64 on a CPU and 256 on a GPU.
         tokenizer: Tokenizer for stop strings and structured outputs.
-        prefill_tokens: Maximum number of tokens of a prefill pass. Longer prompts are computed in pieces between
-            decoding steps.
-        keep_bytes: Maximum memory of `prefix_cache` in bytes.
-        folder: Folder for the prompts of a failed call. None: they are not written.
-        products: CPU only. ``exact``: use the weights unchanged. For calls with many steps they are copied into a
-            faster memory layout if the copy fits into a quarter of the free memory. ``bfloat16``: use copies rounded to
-            bfloat16; the trained weights are not changed. Log-probs differ by about 0.01 nats, so the trainer corrects
-            for the difference.
+        prefill_tokens: Maximum number of tokens of a prefill pass. A longer prompt is computed in several passes, with
+            decoding steps between them.
+        keep_bytes: Maximum number of bytes that `prefix_cache` keeps.
+        folder: Folder to which the prompts of a failed call are written. None: they are not written.
+        products: Matrix products on a CPU. ``exact``: use the weights unchanged. For calls with many steps, they are
+            copied into a memory layout that is faster, if the copy fits into a quarter of the free memory.
+            ``bfloat16``: use copies that are rounded to bfloat16. The trained weights are not changed. Log-probs then
+            differ by about 0.01 nats, so the trainer corrects for the difference.
 
     Attributes:
-        shares_weights: Whether the engine samples with exactly the trained weights, so log-probs need no correction.
-        counts: Statistics of the last call: prompt tokens computed and found in the cache, and decoding steps.
+        shares_weights: Whether the engine samples from exactly the trained weights, so that log-probs need no
+            correction.
+        counts: Statistics of the last call: computed prompt tokens, prompt tokens found in the cache, and decoding
+            steps.
     """
 
     name = "native"
@@ -121,8 +124,8 @@ class NativeEngine(RolloutEngine):
 
         Raises:
             RolloutError: A request is invalid, or logits are NaN. The message contains the request.
-            RolloutInterrupted: The user pressed Ctrl-C. The error has all completions; unfinished ones have the reason
-                ``abort``.
+            RolloutInterrupted: The user pressed Ctrl-C. The error contains all completions. Unfinished completions have
+                the reason ``abort``.
         """
         text = self.inner.config.get_text_config()
         most, placeholder = context_length(text), placeholder_of(self.inner)
@@ -149,7 +152,8 @@ class NativeEngine(RolloutEngine):
             finally:
                 self.counts = run.counts()
                 if packed is not None and packed is not self._held:
-                    # Free the copies now instead of at the next garbage collection, because the update needs their memory.
+                    # Free the copies immediately instead of at the next garbage collection, because the optimizer step needs
+                    # their memory.
                     packed.weights.clear()
 
     def _resolved(self, products: Products, device: torch.device) -> Products:
@@ -168,8 +172,8 @@ class NativeEngine(RolloutEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `Capabilities`. Log-probs match the training forward pass only if weights and autocast are float32, so
-        the result can change.
+        """See `Capabilities`. Log-probs equal those of the training forward pass only if both weights and autocast are
+        float32. The result can therefore change during a run.
         """
         kind = next(self.inner.parameters()).device.type
         coarse = torch.is_autocast_enabled(kind) or (kind == "cuda" and rounds_to_tf32())
@@ -184,12 +188,13 @@ class NativeEngine(RolloutEngine):
 
     @contextmanager
     def prefix_cache(self) -> Iterator[None]:
-        """Keep the KV cache between calls, for turns of an episode and prompts with a common prefix.
+        """Keep the KV cache between calls inside the context. Later turns of an episode and prompts with a common
+        prefix then reuse it.
 
-        Up to ``keep_bytes`` are kept. The least recently used entries are removed first. A change of weights or
-        adapters is detected at the next call and clears the cache. Leaving the context frees it.
+        At most ``keep_bytes`` are kept, and the least recently used entries are removed first. If the weights or the
+        active adapters have changed, the next call clears the cache. The cache is freed at the end of the context.
         """
-        if self.kept is not None:  # An outer `prefix_cache` context is active, and its cache is used.
+        if self.kept is not None:  # An outer `prefix_cache` context is active. Use its cache.
             yield
             return
         self.kept, self._weights = PrefixCache(self.keep_bytes, stateful=self.recurrent), None
@@ -199,9 +204,9 @@ class NativeEngine(RolloutEngine):
             self.kept = self._held = None
 
     def _packed(self) -> Packed | None:
-        """Return packed copies of the weights. Copies of an earlier call are reused if the weights have not changed."""
+        """Return packed copies of the weights. If the weights have not changed since an earlier call, its copies are reused."""
         if torch.is_autocast_enabled("cpu"):
-            return None  # Pack no weights, because autocast rounds them itself.
+            return None  # Under autocast, torch rounds the weights itself, so use no copies.
         if self._held is not None:
             return self._held
         lower = self.products == "bfloat16"
@@ -219,7 +224,7 @@ class NativeEngine(RolloutEngine):
         self._weights = now
 
     def _with_file(self, error: SickRequests, run: Run) -> RolloutError:
-        """Save the requests of a failed call, and return the error with the path of the file."""
+        """Write the requests of a failed call to a file, and return the error with the path of the file."""
         if self.folder is None:
             return RolloutError(f"{error} Pass folder=... to the engine to save their prompts.")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -228,19 +233,19 @@ class NativeEngine(RolloutEngine):
         return RolloutError(f"{error} Their prompts and the generated tokens are in {path}.")
 
     def interrupt(self) -> None:
-        """End the running call after its current step, from another thread. Unfinished completions have the reason
+        """Stop the running call after its current step, from another thread. Unfinished completions get the reason
         ``abort``.
         """
         self.interrupted.set()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Set the version and clear the cache. The engine uses the trainer's weights."""
+        """Store the version and clear the prefix cache. The engine uses the trainer's weights, so there is nothing to load."""
         self.version, self._held = version, None
         if self.kept is not None:
             self.kept.clear()
 
     def close(self) -> None:
-        """Free the cache."""
+        """Free the prefix cache."""
         if self.kept is not None:
             self.kept.clear()
 
@@ -251,13 +256,13 @@ class NativeEngine(RolloutEngine):
         return x if self.rule.softcap is None else self.rule.softcap * torch.tanh(x / self.rule.softcap)
 
     def new_seed(self) -> int:
-        """Return the next seed of the engine's random stream."""
+        """Return the next seed from the engine's own random stream."""
         return int(torch.randint(2**63 - 1, (1,), generator=self._stream))
 
 
 def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """Return the data that is needed to reproduce a failed call: prompts, generated tokens, settings and the version of
-    the weights.
+    """Return the data with which a failed call can be reproduced: prompts, generated tokens, sampling settings and the
+    version of the weights.
     """
     failed = []
     for index in error.requests:
@@ -270,26 +275,29 @@ def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -
 
 
 VERDICTS: dict[str, str | None] = {}
-# Tolerance of `native_is_exact`, as a fraction of the standard deviation of the true log-probs. In half precision, it is 0.05.
+# Tolerance of `native_is_exact`, as a fraction of the standard deviation of the correct log-probs. In half precision, it is
+# 0.05.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}
 
 
 def native_is_exact(model: nn.Module) -> str | None:
-    """Return None if the engine's log-probs equal those of the model's own forward pass, and otherwise a description of
-    the difference.
+    """Return None if the engine's log-probs equal those of the model's own forward pass. Otherwise return a description
+    of the difference.
     """
     key = probe_key(model)
     if key not in VERDICTS:
         try:
             VERDICTS[key] = _compare(model)
-        except Exception as error:  # Any exception means that the engine does not support this model.
+        except Exception as error:  # If the engine raises an exception, it does not support this model.
             VERDICTS[key] = f"{type(error).__name__}: {error}"
     return VERDICTS[key]
 
 
 @contextmanager
 def own_precision(model: nn.Module) -> Iterator[None]:
-    """Compute in the precision of the weights, even inside autocast or if a trainer wrapped the forward in autocast."""
+    """Compute in the dtype of the weights inside the context, even under autocast and if a trainer wrapped the forward
+    method in autocast.
+    """
     wrapped = [
         (m, vars(m)["forward"]) for m in {model, causal_lm(model)} if {"_original_forward", "forward"} <= vars(m).keys()
     ]
@@ -304,8 +312,8 @@ def own_precision(model: nn.Module) -> Iterator[None]:
 
 
 def logp_gaps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """Return the absolute differences between the rollouts' log-probs and those of the model's own forward pass, one
-    tensor ``(T,)`` per rollout.
+    """Return the absolute differences between the log-probs of rollouts and those of the model's own forward pass. The
+    result has one tensor ``(T,)`` per rollout.
     """
     truth = _true_logps(model, rollouts)
     return [(t.cpu() - torch.tensor(r.logp)).abs() for t, r in zip(truth, rollouts, strict=True)]
@@ -326,7 +334,7 @@ def _compare(model: nn.Module) -> str | None:
     inner: Any = causal_lm(model)
     share, encoder = TOLERANCE.get(coarsest_dtype(inner), 0.05), picture_encoder(inner)
     vocabulary = inner.config.get_text_config().vocab_size
-    # Placeholders and markers of images do not occur in these prompts, and must not be sampled.
+    # These prompts have no images, so tokens that stand for images must not be sampled.
     never = encoder.processor.never(vocabulary) if encoder is not None else []
     sampling = Sampling(max_new_tokens=6, seed=0, logit_bias=tuple((token, -math.inf) for token in never))
     for longest, context in probe_cases(model):

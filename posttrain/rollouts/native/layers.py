@@ -1,4 +1,4 @@
-"""Fused decoder layers of the Llama type on a CPU, packed weights, and compilation of `layer.c`."""
+"""Fused decoder layers of the Llama type on a CPU, packed copies of weights, and the compilation of `layer.c`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 SOURCE = Path(__file__).with_name("layer.c")
-# The compiler may reorder sums only where the source allows it (`omp simd reduction`). -ffast-math is not used, because it
-# would not preserve NaN.
+# The compiler may reorder sums only where the source code allows it (`omp simd reduction`). -ffast-math is not used, because it
+# would not handle NaN correctly.
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
-LIMIT = 60  # Maximum number of seconds for the compiler, which usually takes one second.
+LIMIT = 60  # Maximum number of seconds for which the compiler may run. It usually needs one second.
 LONG, FLOAT, ADDRESS, INT = ctypes.c_long, ctypes.c_float, ctypes.c_void_p, ctypes.c_int
 
 
 class Step(ctypes.Structure):
-    """``struct step`` of `layer.c`: data of a step that all layers share."""
+    """``struct step`` of `layer.c`: data of a decoding step that is the same for all layers."""
 
     _fields_ = [
         *((name, LONG) for name in ("heads", "kv", "common", "longest", "window", "chunks")),
@@ -71,7 +71,9 @@ SIGNATURES = {
 
 @functools.cache
 def compiled(size: int) -> ctypes.CDLL | None:
-    """Return the library for head size ``size``, compiled at first use and cached. None: it cannot be compiled."""
+    """Return the compiled library for head size ``size``. It is compiled when it is first needed, and cached. Return
+    None if this fails.
+    """
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if compiler is None or not sys.platform.startswith("linux"):
         return None
@@ -94,8 +96,8 @@ def compiled(size: int) -> ctypes.CDLL | None:
 
 
 def build(command: list[str], path: Path) -> None:
-    """Compile into a temporary folder and move the result to ``path`` atomically, because other processes may compile
-    too.
+    """Compile into a temporary folder, then move the result to ``path`` atomically, because other processes may compile
+    at the same time.
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as beside:
         library = Path(beside) / path.name
@@ -105,15 +107,15 @@ def build(command: list[str], path: Path) -> None:
 
 
 def folder() -> Path:
-    """Return the cache folder of compiled libraries of this user."""
-    # Without a home directory, use a folder named "~" like huggingface_hub. `Path.home` would raise an error.
+    """Return this user's cache folder for compiled libraries."""
+    # If there is no home directory, use a folder named "~", as huggingface_hub does. `Path.home` would raise an error.
     base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "posttrain", "compiled")
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
     return base
 
 
 def fingerprint(command: list[str]) -> str:
-    """Hash everything that determines the compiled library: the source, the command, and the CPU."""
+    """Hash everything on which the compiled library depends: the source code, the command, and the CPU."""
     try:
         machine = next(
             line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat"))
@@ -126,22 +128,22 @@ def fingerprint(command: list[str]) -> str:
 
 Products = Literal["exact", "bfloat16"]
 
-# Maximum number of rows for which weight @ rows.T is used instead of F.linear. The product streams the larger operand and
-# repacks the smaller one. Measured in float32 with 2 threads, for all 210 weights of SmolLM2-135M: with 16 rows, F.linear takes
-# 62.7 ms and the product 44 ms. With 32 rows, they take 91 and 61 ms. From 64 rows on, both take the same time.
+# Maximum number of rows for which weight @ rows.T is computed instead of F.linear. The product reads the larger operand once
+# and repacks only the smaller one. Measured in float32 with 2 threads, for all 210 weights of SmolLM2-135M: with 16 rows,
+# F.linear takes 62.7 ms and the product 44 ms. With 32 rows, they take 91 and 61 ms. From 64 rows on, both take the same time.
 MOST_ROWS = 64
-# Number of rows for which oneDNN selects the layout of a packed weight. The packed weight can be used with any number of rows.
+# Number of rows for which oneDNN chooses the layout of a packed weight. A packed weight works with any number of rows.
 ROWS_HINT = 16
 # Times of products with 1, 16, 64 and 1024 rows, in milliseconds with one thread, for 88M parameters: F.linear takes 41, 70,
 # 161 and 2365; packed float32 28, 39, 118 and 1734; packed bfloat16 18, 26, 63 and 899. Packing takes 207 ms, or 114 ms if
 # weights are rounded to bfloat16. With 2 threads, a decoding step of 8 rows takes 61 ms without packed weights and 37 ms with
 # them.
-PACK_FROM = 8  # Weights are packed after this number of decoding steps.
-# Weights are packed at the start if at least this number of decoding steps is requested.
+PACK_FROM = 8  # If weights are not packed at the start of a call, they are packed after this number of decoding steps.
+# Weights are packed at the start of a call that requests at least this number of decoding steps.
 PACK_STEPS = 16
-# Weights are packed at the start if at least this number of tokens is requested, including prompts.
+# Weights are packed at the start of a call that requests at least this number of tokens, including prompts.
 PACK_TOKENS = 1024
-PACK_SHARE = 4  # Packed copies of weights may use up to 1 / PACK_SHARE of the free memory.
+PACK_SHARE = 4  # Packed copies of the weights may use up to 1 / PACK_SHARE of the free memory.
 
 
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -161,19 +163,19 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 class Packed:
-    """Copies of linear weights in oneDNN's blocked layout, which is faster for products with few rows.
+    """Copies of the weights of linear layers in oneDNN's blocked layout, with which products with few rows are faster.
 
-    The weights themselves are not changed. `pack` creates the copies, which exist as long as this object. If weights
-    change, they must be packed again.
+    The weights themselves are not changed. `pack` creates the copies, which exist as long as this object. After a
+    change of the weights, `pack` must be called again.
 
     Args:
-        bfloat16: Round the copies and their inputs to bfloat16; sums are in float32. The output layer is not rounded,
-            because its error would be added directly to the log-probs.
+        bfloat16: Whether copies and inputs are rounded to bfloat16. Sums are computed in float32. The output layer is
+            not rounded, because its rounding error would directly change the log-probs.
 
     Attributes:
-        layers: Layers to pack.
-        together: Groups of layers that have the same input and are packed as one.
-        weights: Copies by group of layers.
+        layers: Layers whose weights are packed.
+        together: Groups of layers with the same input. The weights of a group are packed as one matrix.
+        weights: Packed copies, by group of layers.
     """
 
     def __init__(self, *, bfloat16: bool = False) -> None:
@@ -203,8 +205,8 @@ class Packed:
                     self.biases[group] = side_by_side(list(some))
 
     def product(self, group: tuple[nn.Linear, ...], x: Tensor) -> Tensor:
-        """Compute the concatenated outputs of a group of layers for ``x (n, K)``. Without a copy the weights themselves
-        are used.
+        """Compute the concatenated outputs of a group of layers for ``x (n, K)``. If the group has no packed copy, the
+        weights themselves are used.
         """
         weight, bias = self.weights.get(group), self.biases.get(group)
         if weight is None:
@@ -215,7 +217,7 @@ class Packed:
 
 
 def plain_product(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Compute ``layer(x)`` with the unpacked weight, in the faster order for this number of rows."""
+    """Compute ``layer(x)`` with the unpacked weight, by the product that is faster for this number of rows."""
     if 1 < x.numel() // x.shape[-1] <= MOST_ROWS and x.dtype == layer.weight.dtype == torch.float32:
         return few_rows_product(x, layer.weight, layer.bias)
     return F.linear(x, layer.weight, layer.bias)
@@ -227,14 +229,14 @@ def side_by_side(parts: list[Tensor]) -> Tensor:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN packs weights of this dtype on this CPU. bfloat16 needs CPU support."""
+    """Return whether oneDNN supports packed weights of this dtype on this CPU."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
-    """Return the plain linear layers on a CPU whose forward is not replaced."""
+    """Return the plain linear layers on a CPU whose forward method was not replaced."""
     return [
         module
         for module in model.modules()
@@ -243,18 +245,18 @@ def linear_layers(model: nn.Module) -> list[nn.Linear]:
 
 
 def pack_bytes(model: nn.Module) -> int:
-    """Return the memory of exact copies in bytes."""
+    """Return the number of bytes that exact copies of the weights need."""
     return sum(layer.weight.nbytes for layer in linear_layers(model))
 
 
 def worth_packing(model: nn.Module) -> bool:
-    """Return whether exact copies are possible and fit well into the free memory."""
+    """Return whether exact copies are supported and fit into the allowed share of the free memory."""
     return HAS_ONEDNN and pack_bytes(model) * PACK_SHARE <= psutil.virtual_memory().available
 
 
 def _forward(layer: nn.Linear, packed: Packed | None, x: Tensor) -> Tensor:
-    # Use the plain product. With ``target_parameters``, peft replaces a layer's weight and changes its class during the forward
-    # pass, and a packed copy would not contain the adapter.
+    # Do not use a packed copy here. With ``target_parameters``, peft replaces a layer's weight and changes its class during the
+    # forward pass, and the packed copy does not contain the adapter.
     if torch.is_autocast_enabled("cpu") or type(layer) is not nn.Linear:
         return F.linear(x, layer.weight, layer.bias)
     if packed is not None and (layer,) in packed.weights:
@@ -264,7 +266,7 @@ def _forward(layer: nn.Linear, packed: Packed | None, x: Tensor) -> Tensor:
 
 @contextmanager
 def quick_products(model: nn.Module, packed: Packed | None = None) -> Iterator[None]:
-    """Use the faster products in plain linear layers on a CPU. Other layers and patched layers are not changed."""
+    """Use the faster products in plain linear layers on a CPU inside the context. All other layers are not changed."""
     layers: list[Any] = linear_layers(model)
     if packed is not None:
         packed.layers = layers
@@ -280,9 +282,9 @@ def quick_products(model: nn.Module, packed: Packed | None = None) -> Iterator[N
 # Decoder layers that consist of RMS norm, rotary embedding, attention, RMS norm and SwiGLU, with two residual connections.
 # Qwen3 also normalizes queries and keys.
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-# Maximum number of rows in a chunk. A chunk is processed by one thread, which reads the keys of the chunk's prompt only once.
+# Maximum number of rows per chunk. One thread processes a chunk and reads the keys of its prompt only once.
 CHUNK = 8
-# Minimum number of chunks per thread. If there are fewer, the chunk size is halved.
+# Minimum number of chunks per thread. If there would be fewer chunks, the chunk size is halved.
 ITEMS = 2
 
 
@@ -291,16 +293,16 @@ class Plan:
     """Assignment of rows to prompts and chunks. It is valid until a row is added or removed.
 
     Attributes:
-        groups: Groups that the plan was made for.
-        seen: First tensor of each group's cache. If the tensor is a different object later, the cache was reallocated.
-        order: ``(n,)`` rows by prompt. Rows of a chunk have the same prompt.
+        groups: Groups for which the plan was made.
+        seen: First tensor of each group's cache. If a group later has another tensor object, its cache was reallocated.
+        order: ``(n,)`` row indices, sorted by prompt. All rows of a chunk have the same prompt.
         begins: ``(chunks + 1,)`` start of each chunk in ``order``.
         most: Number of rows of the longest chunk.
-        place: ``(n, 3)``. For each row: the block of its prompt, the offset of the prompt in the block, and the stride
-            between heads.
-        blocks: Addresses of the groups' keys and values by layer.
-        scratch: Memory of all threads for scores and queries.
-        step: Data of the running step, created by its first layer.
+        place: ``(n, 3)``. For each row: the block with its prompt, the offset of the prompt in this block, and the
+            stride between heads.
+        blocks: Memory addresses of the groups' keys and values, by layer.
+        scratch: Temporary memory of all threads for scores and queries.
+        step: Data of the running step. The first layer creates it.
         lengths: Suffix lengths for which ``step`` was created.
     """
 
@@ -329,11 +331,11 @@ class Plan:
         return cls(groups, seen, order, begins, max(map(len, chunks)), places(groups, len(order)))
 
     def holds(self, groups: list[Group]) -> bool:
-        """Return whether the plan is for these groups and their memory was not reallocated."""
+        """Return whether the plan was made for these groups and their caches were not reallocated since."""
         return self.groups is groups and all(first_of(g) is seen for g, seen in zip(groups, self.seen, strict=True))
 
     def blocks_of(self, layer: int) -> Any:
-        """Return the addresses of a layer's keys and values in each block."""
+        """Return the memory addresses of a layer's keys and values in each block."""
         if layer not in self.blocks:
             pairs = [in_order(group.block, layer) for group in self.groups]
             addresses = [memory.data_ptr() for pair in pairs for memory in pair]
@@ -358,7 +360,7 @@ def places(groups: list[Group], n: int) -> Tensor:
 
 
 def rows_by_prompt(group: Group) -> list[list[int]]:
-    """Group the rows that still generate by prompt."""
+    """Group the generating rows by prompt."""
     by_prompt: dict[int, list[int]] = {}
     for row, place in zip(group.rows.tolist(), group.place.tolist(), strict=True):
         by_prompt.setdefault(place // group.grid.shape[1], []).append(row)
@@ -373,11 +375,11 @@ def in_order(block: Block, layer: int) -> tuple[Tensor, Tensor]:
 
 
 class Layer:
-    """A decoder layer that is computed by a few calls of compiled functions.
+    """A decoder layer that is computed by a few calls of functions in the compiled library.
 
     Args:
         layer: A layer of one of `KINDS`.
-        packed: Packed copies of its weights. Layers with the same input are packed as one.
+        packed: Packed copies of the weights. Layers with the same input are packed as one matrix.
     """
 
     def __init__(self, layer: nn.Module, packed: Packed) -> None:
@@ -386,7 +388,7 @@ class Layer:
         self.index, self.size, self.scale = attention.layer_idx, attention.head_dim, attention.scaling
         self.heads = attention.q_proj.out_features // self.size
         self.kv = attention.k_proj.out_features // self.size
-        # Ignore a sliding window in a Llama config, because Llama's attention does not use it.
+        # Llama's attention does not use a sliding window, even if its config has one.
         config = None if type(layer).__name__ == "LlamaDecoderLayer" else attention.config
         self.window = getattr(attention, "sliding_window", sliding_window(config))
         self.norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
@@ -430,14 +432,14 @@ class Layer:
         self.functions.rotate(*pointers, len(qkv), self.heads, self.kv, epsilon, threads)
 
     def filled(self, qkv: Tensor, store: Store, width: int) -> Tensor:
-        """Compute attention of a prefill pass with torch."""
+        """Compute attention of a prefill pass with torch's functions."""
         parts = qkv.view(-1, width, self.heads + 2 * self.kv, self.size).transpose(1, 2)
         query, key, value = parts.split([self.heads, self.kv, self.kv], 1)
         rule = Rule(self.scale, window=self.window)
         return store.attend(self.index, query, key, value, rule).reshape(len(qkv), -1)
 
     def attended(self, qkv: Tensor, store: Store, threads: int) -> Tensor:
-        """Compute attention of a decoding step, and store the new keys and values."""
+        """Compute attention of a decoding step with the compiled function, and store the new keys and values."""
         n = len(qkv)
         sample = qkv.view(n, -1, 1, self.size)[:, : self.kv]
         store.make_room(self.index, sample, sample, blank=False)
@@ -455,7 +457,7 @@ class Layer:
         return out
 
     def step(self, plan: Plan, store: Store, threads: int) -> tuple[Step, int]:
-        """Return the data of this step, and the number of scratch elements per thread."""
+        """Return the data of this decoding step, and the number of temporary elements per thread."""
         longest = store.shared + store.width + store.longest + 1
         each = plan.most * self.heads // self.kv * (longest + 2 * self.size)
         if plan.lengths is not store.lengths or plan.step is None:
@@ -470,7 +472,9 @@ class Layer:
 
 
 def fusable(layer: nn.Module) -> bool:
-    """Return whether `Layer` supports this layer: a known class without changes, in float32 on a CPU."""
+    """Return whether `Layer` supports this layer: it has one of the known classes, was not changed, and is in float32
+    on a CPU.
+    """
     kind = type(layer)
     if kind.__name__ not in KINDS or not kind.__module__.startswith("transformers.models."):
         return False
@@ -486,7 +490,7 @@ def fusable(layer: nn.Module) -> bool:
 
 @contextmanager
 def fused_layers(model: nn.Module, packed: Packed) -> Iterator[None]:
-    """Run decoder layers that are `fusable` as `Layer`. Under autocast and for other layers nothing changes."""
+    """Compute decoder layers that are `fusable` with `Layer` inside the context. Under autocast, no layer is changed."""
     exact = not torch.is_autocast_enabled("cpu")
     layers = [module for module in model.modules() if fusable(module)] if exact else []
     fused = [Layer(layer, packed) for layer in layers]
@@ -506,7 +510,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def processors(quota: Path = QUOTA) -> int:
-    """Return the number of processors for this process, from its CPU affinity and its container's quota."""
+    """Return the number of processors that this process may use, from its CPU affinity and the quota of its container."""
     allowed = usable_processors()
     try:
         most, period = quota.read_text().split()
@@ -517,7 +521,7 @@ def processors(quota: Path = QUOTA) -> int:
 
 @contextmanager
 def bound_threads() -> Iterator[None]:
-    """Limit the number of torch's threads to the number of processors, and restore it on exit."""
+    """Limit the number of torch's threads to the number of processors inside the context. Restore it on exit."""
     before = torch.get_num_threads()
     wanted = min(before, processors())
     if wanted != before:

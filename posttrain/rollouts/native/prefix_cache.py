@@ -1,4 +1,4 @@
-"""KV cache of prompts: prefill passes, and reuse of keys and values for common prefixes."""
+"""`PrefixCache`: keys and values of prompts, reused for common prefixes. `Prefiller`: prefill passes over prompts."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
 Layers = dict[int, tuple[Tensor, Tensor]]
-# A cached prefix: number of tokens, their keys and values, and the recurrent states after them.
+# A cached prefix: its number of tokens, their keys and values, and the recurrent states after its last token.
 Known = tuple[int, list[Layers], list[Tensor]]
-# Number of values of each parameter that are compared, to detect writes that autograd does not count.
+# Number of elements of each parameter that are compared to detect changes that autograd does not count.
 SAMPLES = 64
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A node of the radix tree: tokens that follow those of the parent, with their keys and values.
+    """A node of the radix tree. It contains tokens that follow those of its parent, with their keys and values.
 
     Attributes:
-        tokens: At least one, except at the root.
+        tokens: Token ids of this node. Only the root has none.
         layers: Keys and values ``(1, KV heads, len(tokens), head size)`` by layer.
-        states: ``(1, ...)`` states of recurrent layers after the last token. Empty: not cached here.
+        states: ``(1, ...)`` states of recurrent layers after the last token. Empty: the states at this position are not
+            cached.
         children: Child nodes by their first token.
-        used: Call in which the node was last used.
+        used: Number of the call in which the node was last used.
     """
 
     tokens: list[int]
@@ -55,11 +56,12 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 class PrefixCache:
-    """Radix tree of cached sequences with a limit in bytes. The least recently used nodes are removed first.
+    """Radix tree of cached sequences, with a maximum size in bytes. The least recently used nodes are removed first.
 
-    A sequence is found by its prefix. For example, the second turn of an episode begins with the whole first turn, and
-    prompts of a task begin with the same system prompt. Results are exact: equal tokens at equal positions with equal
-    weights have equal keys and values. The caller must call `clear` after a change of weights.
+    A sequence is found by its first tokens. For example, the second turn of an episode begins with the whole first
+    turn, and all prompts of a task may begin with the same system prompt. Reuse is exact: equal tokens at equal
+    positions have equal keys and values, as long as the weights are equal. After a change of the weights, the caller
+    must call `clear`.
 
     Args:
         most_bytes: Maximum memory in bytes.
@@ -72,7 +74,7 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Remove everything, because the weights have changed."""
+        """Remove all cached sequences. It must be called when the weights have changed."""
         self.root = Node([], {})
         self.bytes = 0
         self.clock = 0
@@ -82,7 +84,7 @@ class PrefixCache:
 
         Returns:
             The length of the prefix, its keys and values as pieces in order, and the states of recurrent layers after
-            it. The tensors are views, so copy them before changing them.
+            it. The tensors are views of the cache, so copy them before changing them.
         """
         self.clock += 1
         layers: list[Layers] = []
@@ -124,7 +126,7 @@ class PrefixCache:
         self._shrink()
 
     def _walk(self, tokens: Sequence[int]) -> Iterator[tuple[Node, int]]:
-        """Yield the nodes along ``tokens`` with the number of matching tokens. Only the last node may match partly."""
+        """Yield the nodes along ``tokens``, each with its number of matching tokens. Only the last node may match partly."""
         node, at = self.root, 0
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             matched = match(child.tokens, tokens[at : at + len(child.tokens)])
@@ -134,8 +136,8 @@ class PrefixCache:
             node, at = child, at + matched
 
     def _split(self, node: Node, at: int) -> Node:
-        """Split a node in two and return the first node. The tensors are copied, so that each node can be freed
-        separately.
+        """Split a node into two nodes and return the first. The tensors are copied, so that the memory of each node can
+        be freed separately.
         """
         assert node.parent is not None
         head = Node(node.tokens[:at], _copied(_cut(node.layers, 0, at)), node.parent, used=node.used)
@@ -195,7 +197,7 @@ def without(pieces: Sequence[Layers], skip: int) -> list[Layers]:
 
 
 def _joined(pieces: Sequence[Layers], skip: int) -> Layers:
-    """Concatenate pieces without the first ``skip`` positions, as a copy."""
+    """Concatenate pieces as a copy, without their first ``skip`` positions."""
     rest = without(pieces, skip)
     if len(rest) == 1:
         return _copied(rest[0])
@@ -205,8 +207,8 @@ def _joined(pieces: Sequence[Layers], skip: int) -> Layers:
 def fingerprint(model: nn.Module) -> tuple:
     """Return a value that changes when weights or active adapters change.
 
-    Autograd counts writes to each tensor, but not writes through ``.data`` or by other kernels. Some values of each
-    parameter are therefore compared too.
+    Autograd counts writes to a tensor, but not writes through ``.data`` or by other kernels. Therefore, some elements
+    of each parameter are compared too.
     """
     written, samples = [], []
     for parameter in model.parameters():
@@ -221,26 +223,27 @@ def fingerprint(model: nn.Module) -> tuple:
     return (tuple(written), tuple(torch.stack(samples).tolist()) if samples else (), tuple(adapters))
 
 
-# Minimum number of shared tokens for which an additional prefill pass saves time. A pass must read all weights, which takes
-# about as long as computing this many tokens.
+# Minimum number of tokens of a common prefix for which a separate prefill pass saves time. A pass reads all weights, which
+# takes about as long as computing this number of tokens.
 STEM_LEAST = 32
-# Number that identifies a common prefix of several prompts. The prefix is not itself a prompt of the call.
+# Index of a `Prompt` object that is a common prefix of several prompts and not itself a prompt of the call.
 STEM = -1
 
 
 @dataclass(slots=True, eq=False)
 class PrefillBatch:
-    """Prompts that are being prefilled into a block, in pieces.
+    """Prompts whose keys and values are being computed together into one block, possibly in several passes.
 
     Attributes:
-        prompts: Prompts in batch order, or a single common prefix with the index `STEM`.
-        ids: ``(P, width)`` tokens to compute, right-padded.
-        block: Block for their keys and values.
-        known: ``(P,)`` number of cached tokens of each prompt in the block, after the common prefix of all prompts.
-        room: Number of columns of the cached tokens.
-        uneven: Whether prompts have different numbers of cached tokens.
-        new: Number of tokens to compute for each prompt.
-        done: Number of columns of ``ids`` that have been computed.
+        prompts: Prompts in batch order, or one common prefix with the index `STEM`.
+        ids: ``(P, width)`` tokens whose keys and values are computed, right-padded.
+        block: Block in which the keys and values are stored.
+        known: ``(P,)`` number of tokens of each prompt in the block that came from the cache, without the common prefix
+            of all prompts.
+        room: Number of columns of the block for tokens from the cache.
+        uneven: Whether the prompts have different numbers of tokens from the cache.
+        new: Number of tokens of each prompt that are computed.
+        done: Number of columns of ``ids`` that have been computed so far.
     """
 
     prompts: list[Prompt]
@@ -254,15 +257,15 @@ class PrefillBatch:
 
 
 class Prefiller:
-    """Prefills the prompts of one call.
+    """Computes the keys and values of the prompts of one call.
 
     Args:
         engine: Engine with the model.
         store: KV cache of the call.
-        prompts: Distinct prompts of the call, without the common prefix of all.
+        prompts: Distinct prompts of the call, without the common prefix of all prompts.
         shared: Common prefix of all prompts.
-        kept: Cache in which prefixes are looked up.
-        keeping: Whether computed keys and values are added to ``kept``.
+        kept: Cache in which known prefixes are found.
+        keeping: Whether the computed keys and values are added to ``kept``.
     """
 
     def __init__(
@@ -282,7 +285,7 @@ class Prefiller:
         self.computed = self.reused = 0
 
     def begin(self) -> None:
-        """Compute the common prefix of all prompts."""
+        """Compute the keys and values of the common prefix of all prompts."""
         if not self.shared:
             return
         block = Block([0], torch.tensor([len(self.shared)], device=self.device))
@@ -302,11 +305,13 @@ class Prefiller:
             self.kept.add(self.shared, [_of(block)], block.states_of(0))
 
     def ready(self, prompt: Prompt) -> bool:
-        """Return whether completions of this prompt can begin."""
+        """Return whether the whole prompt has been computed, so that its completions can begin."""
         return prompt.block is not None and (self.work is None or prompt not in self.work.prompts)
 
     def step(self, wanted: Prompt, free: int) -> None:
-        """Compute a piece of this prompt, and of the following prompts that fit into the pass and ``free`` completions."""
+        """Run one prefill pass for this prompt. Following prompts are included if they fit into the pass and into
+        ``free`` rows.
+        """
         if self.work is None:
             self.work = self._stem(wanted) or self._gather(wanted, free)
         work = self.work
@@ -326,13 +331,15 @@ class Prefiller:
             self._finish(work, fill.states, work.done - piece.shape[1])
 
     def _seen(self, work: PrefillBatch) -> VisionView | None:
-        """Return the image inputs of the pass. Either all prompts of a pass have images or none has."""
+        """Return the image inputs of the pass. Either all prompts of a pass have images, or none."""
         if not work.prompts[0].pictures:
             return None
         return prompt_view(self.engine.model, work.ids, work.block.lengths.tolist(), [p.pictures for p in work.prompts])
 
     def _finish(self, work: PrefillBatch, hidden: Tensor, before: int) -> None:
-        """Complete a prefill: close gaps, store the logits of first tokens, and cache prefixes."""
+        """Finish a prefill: remove gaps in the block, store the logits of the first sampled tokens, and add prefixes to
+        the cache.
+        """
         if work.uneven:
             work.block.close_gaps(work.known, work.room)
         if work.prompts[0].index == STEM:
@@ -346,7 +353,7 @@ class Prefiller:
                 self.kept.add(self.shared + prompt.ids, self.layers_of(prompt), work.block.states_of(prompt.index))
 
     def layers_of(self, prompt: Prompt) -> list[Layers]:
-        """Return the cached keys and values of the whole prompt as a list of segments."""
+        """Return the keys and values of the whole prompt, as a list of pieces in order."""
         assert prompt.block is not None
         own = prompt.block.row(prompt.index, len(prompt.ids))
         return [own] if self.store.common is None else [_of(self.store.common), own]
@@ -363,10 +370,11 @@ class Prefiller:
         room: int = 0,
         seen: VisionView | None = None,
     ) -> Fill:
-        """Run one pass over ``ids (P, width)``. Row p starts at position ``begin[p]``.
+        """Run one forward pass over ``ids (P, width)``. The first token of row p has position ``begin[p]``.
 
-        Recurrent layers continue from ``states`` with ``lengths[p]`` tokens of row p, and update the states in place.
-        ``known (P,)`` is the number of valid columns among the first ``room``. None: all are valid.
+        Recurrent layers continue from ``states``, process ``lengths[p]`` tokens of row p, and update the states in
+        place. ``known (P,)`` is the number of valid columns among the first ``room`` columns. None: all of these
+        columns are valid.
         """
         positions = begin[:, None] + torch.arange(ids.shape[1], device=self.device)
         inputs: dict[str, Any] = {}
@@ -390,7 +398,9 @@ class Prefiller:
     # Cached prefixes -------------------------------------------------------------------------------------------------
 
     def _known(self, prompt: Prompt) -> Known:
-        """Return the cached tokens after the common prefix of all prompts. At least one token is left to compute."""
+        """Return what the cache contains of this prompt, after the common prefix of all prompts. At least one token
+        remains to be computed.
+        """
         common = [] if self.store.common is None else self.store.common.states
         if not self.kept.bytes or prompt.pictures:
             return 0, [], common
@@ -399,8 +409,8 @@ class Prefiller:
         return (known - first, without(layers, first), states) if known > first else (0, [], common)
 
     def _stem(self, wanted: Prompt) -> PrefillBatch | None:
-        """Create a prefill of the prefix that this prompt shares with another prompt. Return None if the prefix is too
-        short for a separate pass.
+        """Create a prefill of the prefix that this prompt has in common with another prompt. Return None if the prefix
+        is too short to be worth a separate pass.
         """
         shares, wanted.shares = wanted.shares, 0
         if shares < STEM_LEAST:
@@ -413,13 +423,13 @@ class Prefiller:
         stem.block = block
         tokens = self.shared + stem.ids
         self.kept.add(tokens, self.layers_of(stem), block.states_of(STEM))
-        # The prefix was not added because the cache is full, so each prompt computes the prefix itself.
+        # The cache is full, so the prefix was not added. Each prompt then computes the prefix itself.
         if self.kept.find(tokens, len(tokens))[0] < len(tokens):
             for prompt in self.prompts:
                 prompt.shares = 0
 
     def _gather(self, wanted: Prompt, free: int) -> PrefillBatch:
-        """Select this prompt and the following prompts that fit into one pass."""
+        """Select this prompt and as many of the following prompts as fit into one pass."""
         chosen, prefixes = [wanted], [self._known(wanted)]
         width, rows = len(wanted.ids) - prefixes[0][0], wanted.waiting
         for prompt in itertools.islice(self.prompts, wanted.index + 1, None):
@@ -456,7 +466,7 @@ class Prefiller:
 
 
 def _joined_states(rows: list[list[Tensor]]) -> list[Tensor]:
-    """Concatenate the states of several rows as a copy. A row without states gets zeros."""
+    """Concatenate the states of several rows as a copy. The states of a row without cached states are zero."""
     sample = next(filter(None, rows), [])
     return [torch.cat([row[i] if row else torch.zeros_like(one) for row in rows]) for i, one in enumerate(sample)]
 
@@ -466,7 +476,7 @@ def _of(block: Block) -> Layers:
 
 
 def _fill_rows(block: Block, rows: list[list[Layers]], room: int) -> None:
-    """Initialize a block with the cached tokens of each prompt, right-padded to ``room`` columns."""
+    """Copy the cached tokens of each prompt into a new block, right-padded to ``room`` columns."""
     sample = next(piece for row in rows for piece in row)
     for layer, (key, value) in sample.items():
         for memory, of, one in ((block.keys, 0, key), (block.values, 1, value)):
@@ -478,7 +488,7 @@ def _fill_rows(block: Block, rows: list[list[Layers]], room: int) -> None:
 
 
 def mark_stems(prompts: list[Prompt]) -> None:
-    """Set for each prompt the length of the longest prefix that it shares with another prompt."""
+    """Store in each prompt the length of the longest prefix that it has in common with another prompt."""
     order = sorted((p for p in prompts if not p.pictures), key=lambda p: p.ids)
     for a, b in itertools.pairwise(order):
         shared = min(match(a.ids, b.ids), len(a.ids) - 1, len(b.ids) - 1)

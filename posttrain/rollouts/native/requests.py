@@ -1,4 +1,4 @@
-"""Validation of generation requests: prompts, images, token ids and lengths."""
+"""Checks of generation requests: prompts, images, token ids and lengths."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def check_requests(
     *,
     placeholder: int | None = None,
 ) -> None:
-    """Reject requests that no engine can serve. If a request has sampling settings, they override those of the call.
+    """Reject requests that no engine can serve. The sampling settings of a request, if it has any, replace those of the
+    call.
 
     Args:
         requests: Requests of the call.
         sampling: Sampling settings of the call.
         context: Maximum number of tokens of prompt and completion. None: unknown.
         vocabulary: Size of the vocabulary; None: unknown.
-        placeholder: Token id that is replaced by image features. None: the engine supports text only.
+        placeholder: Token id that image features replace. None: the engine supports only text.
 
     Raises:
         RolloutError: A prompt is empty, a token id is outside the vocabulary, a prompt leaves no space in the context,
@@ -86,10 +87,10 @@ def check_requests(
 
 
 def check_rope(requests: Sequence[Request], sampling: Sampling, model: nn.Module, engine: str) -> None:
-    """Reject requests that may exceed the length at which longrope changes the frequencies of a whole pass.
+    """Reject requests that may exceed the length above which longrope changes the rotary frequencies of a whole pass.
 
     Raises:
-        RolloutError: A request may exceed it. The message contains the request.
+        RolloutError: A request may exceed this length. The message contains the request.
     """
     switch, _ = rope_limits(model)
     for index, request in enumerate(requests):

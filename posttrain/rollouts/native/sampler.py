@@ -1,4 +1,4 @@
-"""Sampling of the next token of every live completion with the settings of its request."""
+"""`TokenSampler`: samples the next token of every unfinished completion, with the settings of its request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ("regex", "json", "grammar", "choices")
 
 
 class Guide:
-    """State of structured outputs for one completion."""
+    """State of the structured output (guide) of one completion."""
 
     def __init__(self, compiled: Any, stop_ids: tuple[int, ...]) -> None:
         xgrammar = require("xgrammar", "Sampling.guide")
@@ -33,22 +33,22 @@ class Guide:
 
     @property
     def done(self) -> bool:
-        """Whether no token may follow."""
+        """Whether the output is complete, so that no further token is allowed."""
         return self.matcher.is_terminated()
 
     def accept(self, token: int) -> None:
-        """Advance the state by a sampled token."""
+        """Advance the state by one sampled token."""
         if not self.done:
             self.matcher.accept_token(token)
 
 
 class Guides:
-    """Compiles structured outputs and masks forbidden tokens.
+    """Compiles the structured outputs (guides) of requests, and masks tokens that they forbid.
 
     Args:
-        tokenizer: Tokenizer of the model, because grammars describe text.
+        tokenizer: Tokenizer of the model. It is needed because a guide describes text and not tokens.
         vocabulary: V, the width of the logits.
-        stop_ids: Tokens that end a completion. They are allowed only where the text is complete.
+        stop_ids: Tokens that end a completion. A guide allows them only where its text may end.
 
     Raises:
         MissingDependencyError: xgrammar is not installed.
@@ -66,7 +66,7 @@ class Guides:
         self._compiled: dict[tuple[str, str], Any] = {}
 
     def start(self, guide: tuple[str, str]) -> Guide:
-        """Return a new state at the beginning of a guide.
+        """Return the state at the beginning of a guide.
 
         Raises:
             ConfigError: The kind is unknown, the text is not a valid regex, schema or grammar, or it allows no token.
@@ -92,15 +92,15 @@ class Guides:
         }[kind]
         try:
             return make(text)
-        except Exception as error:  # The compiler of guides raises exceptions of many types.
+        except Exception as error:  # The compiler raises exceptions of many types for invalid guides.
             raise ConfigError(f"Sampling.guide=({kind!r}, {text[:80]!r}...) cannot be compiled: {error}") from error
 
     def mask(self, logits: Tensor, guides: list[Guide]) -> Tensor:
-        """Set the logits that each row's guide forbids to minus infinity, in place."""
+        """Set the logits of tokens that a row's guide forbids to minus infinity, in place."""
         bitmask = self.xgrammar.allocate_token_bitmask(len(guides), self.vocabulary)
         for row, guide in enumerate(guides):
             if guide.done:
-                # Set all bits to allow all tokens, because the completion has ended.
+                # This completion has ended, so allow all tokens.
                 bitmask[row] = -1
             else:
                 guide.matcher.fill_next_token_bitmask(bitmask, row)
@@ -113,7 +113,7 @@ MASK = 2**63 - 1
 
 @dataclass(slots=True)
 class Prompt:
-    """Prompt of one or several requests that are being served.
+    """A distinct prompt of the call. Several requests may share it.
 
     Attributes:
         index: Index among the distinct prompts of the call.
@@ -121,11 +121,13 @@ class Prompt:
         waiting: Number of completions that have not started.
         live: Number of completions in progress.
         block: Block with its keys and values, while completions need it.
-        logits: ``(V,)`` logits of first tokens, while completions wait.
-        shares: Length of the prefix that another prompt of the call shares, if it is worth computing first.
-        pictures: Images in the prompt. Such a prompt is computed in one pass and shared only with equal prompts and
-            images.
-        offset: Difference between positions and token indices after the prompt.
+        logits: ``(V,)`` logits of the first token of completions. They are kept until all completions have started.
+        shares: Length of the prefix that another prompt of the call shares. 0 if computing it separately would not save
+            time.
+        pictures: Images in the prompt. A prompt with images is computed in one pass, and shared only by requests with
+            the same tokens and images.
+        offset: Difference between the position and the index of tokens after the prompt. It is not 0 if images change
+            positions.
     """
 
     index: int
@@ -141,18 +143,18 @@ class Prompt:
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A request that is being served.
+    """A request of the call that has not been completed.
 
     Attributes:
         index: Index of the request in the call.
         request: The request.
-        prompt: Its prompt, which other requests may share.
+        prompt: The prompt of the request. Other requests may share this object.
         sampling: Its own sampling settings, or those of the call.
         waiting: Number of completions that have not started.
         seed: Seed of its random numbers.
         number: Index of its first completion among all completions of the call.
-        draws: Index of its first completion among the completions with the same seed.
-        kind: Settings that determine how a token is sampled. The tokens of requests with equal values are sampled
+        draws: Index of its first completion among all completions of the call with the same seed.
+        kind: Settings that determine how a token is sampled. The tokens of requests with equal ``kind`` are sampled
             together.
     """
 
@@ -172,7 +174,7 @@ class RunningRequest:
 
 @dataclass(slots=True)
 class Completion:
-    """A completion in progress. ``before`` has the tokens from before an interruption."""
+    """A completion that has not ended. ``before`` contains the tokens that were sampled before an interruption."""
 
     number: int
     asked: RunningRequest
@@ -186,9 +188,11 @@ class Completion:
 
 
 def uniforms(seed: int, number: int, count: int) -> list[float]:
-    """Return ``count`` random numbers in [0, 1) for all tokens of completion ``number`` with ``seed``.
+    """Return ``count`` random numbers in [0, 1), one per token, for the completion with index ``number`` and with
+    ``seed``.
 
-    Seed and number are mixed with SplitMix64 (Steele et al., OOPSLA 2014), so that consecutive numbers are unrelated.
+    Seed and index are mixed with SplitMix64 (Steele et al., OOPSLA 2014), so that completions with consecutive indices
+    get unrelated numbers.
     """
     z = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
     z = (z ^ z >> 27) * 0x94D049BB133111EB & (2**64 - 1)
@@ -197,7 +201,7 @@ def uniforms(seed: int, number: int, count: int) -> list[float]:
 
 
 class SickRequests(RolloutError):
-    """No token can be sampled for some requests. ``requests`` has their indices in the call."""
+    """Error if no token can be sampled for some requests. ``requests`` contains their indices in the call."""
 
     def __init__(self, message: str, requests: list[int]) -> None:
         super().__init__(message)
@@ -208,7 +212,7 @@ class TokenSampler:
     """Samples tokens and detects the end of completions.
 
     Args:
-        tokenizer: Tokenizer for stop strings and structured outputs. May be None without them.
+        tokenizer: Tokenizer for stop strings and structured outputs. None is allowed if no request uses them.
         vocabulary: V, the width of the logits.
     """
 
@@ -217,7 +221,9 @@ class TokenSampler:
         self.guides: dict[tuple[int, ...], Guides] = {}
 
     def check(self, sampling: Sampling) -> None:
-        """Reject settings that need a missing tokenizer or cannot be compiled, before anything is computed."""
+        """Reject settings that need a tokenizer if there is none, and guides that cannot be compiled. It is called
+        before any computation.
+        """
         if sampling.stop_strings and self.tokenizer is None:
             raise ConfigError(
                 "Sampling.stop_strings needs a tokenizer: pass it to the engine (NativeEngine(tokenizer=...))."
@@ -226,7 +232,7 @@ class TokenSampler:
             self._guides(sampling).start(sampling.guide)
 
     def begin(self, asked: RunningRequest, index: int) -> Completion:
-        """Create completion ``index`` of a request, without tokens."""
+        """Create completion ``index`` of a request. It has no tokens yet."""
         sampling = asked.sampling
         guide = self._guides(sampling).start(sampling.guide) if sampling.guide is not None else None
         uniform = uniforms(asked.seed, asked.draws + index, sampling.max_new_tokens)
@@ -259,7 +265,7 @@ class TokenSampler:
     def _draw_alike(self, logits: Tensor, completions: list[Completion]) -> Tensor:
         sampling = completions[0].asked.sampling
         uniform = torch.tensor([c.uniform[len(c.tokens)] for c in completions], dtype=torch.float64)
-        # Copy without blocking. A blocking copy would wait for the forward pass.
+        # Copy without blocking, because a blocking copy would wait until the forward pass has finished.
         uniform = uniform.to(logits.device, non_blocking=True)
         history = None
         if sampling.repetition_penalty != 1.0 or sampling.no_repeat_ngram:
@@ -279,14 +285,14 @@ class TokenSampler:
     def _changed(
         self, x: Tensor, sampling: Sampling, completions: list[Completion], history: list[list[int]] | None
     ) -> Tensor:
-        """Return a copy of the logits after rules and structured outputs."""
+        """Return a copy of the logits to which rules and structured outputs were applied."""
         x = apply_rules(x, sampling, [len(c.tokens) for c in completions], history)
         if sampling.guide is not None:
             x = self._guides(sampling).mask(x, [c.guide for c in completions if c.guide is not None])
         return x
 
     def stopped(self, completion: Completion) -> bool:
-        """Return whether the last token ended the completion."""
+        """Return whether the last sampled token ends the completion."""
         sampling = completion.asked.sampling
         if completion.tokens[-1] in sampling.stop_token_ids or (completion.guide is not None and completion.guide.done):
             return True
@@ -296,7 +302,7 @@ class TokenSampler:
 
 
 def _record(drawn: SampledTokens, completions: list[Completion]) -> None:
-    """Append the sampled token to each completion."""
+    """Append to each completion its sampled token and the token's log-probs."""
     for completion, (token, logp, *more) in zip(completions, drawn.rows(), strict=True):
         completion.tokens.append(int(token))
         completion.logps.append(logp)

@@ -1,4 +1,6 @@
-"""Continuous batching: start completions, run decoding steps and finish completions until all requests are done."""
+"""`Run`: continuous batching. It starts completions, runs decoding steps, and finishes completions until all requests
+are done.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
 UNBOUNDED = 2**62
-# Minimum length in tokens of a shared prefix. For a shorter prefix, sharing costs more than it saves.
+# Minimum number of tokens of a common prefix that prompts share. For a shorter prefix, sharing takes more time than it saves.
 SHARED_LEAST = 16
 
 
@@ -30,7 +32,7 @@ class Run:
     def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
         self.engine, self.requests, self.sampling = engine, requests, sampling
         self.device = next(engine.model.parameters()).device
-        # Prompts with images share no prefix, because placeholders of different images have the same id.
+        # Prompts with images have no common prefix here, because the placeholders of different images have the same token id.
         pictured = any(r.pictures for r in requests)
         self.shared = [] if pictured else common_beginning([list(r.prompt_ids) for r in requests])
         self.prompts: list[Prompt] = []
@@ -48,7 +50,7 @@ class Run:
         self.tokens, self.positions, self.store.lengths = empty, empty, empty
 
     def _running_requests(self, requests: Sequence[Request], sampling: Sampling) -> list[RunningRequest]:
-        """Create the requests of the call. Requests with equal prompts share the prompt object."""
+        """Create a `RunningRequest` for each request of the call. Requests with equal prompts share one `Prompt` object."""
         asked, number = [], 0
         seed = self.engine.new_seed() if sampling.seed is None else sampling.seed
         known: dict[Any, Prompt] = {}
@@ -69,7 +71,7 @@ class Run:
         return asked
 
     def _prefiller(self) -> Prefiller:
-        """Create the prefiller. It uses the engine's prefix cache, or a cache for this call only."""
+        """Create the prefiller. It uses the engine's prefix cache if that is enabled, else a cache for this call only."""
         kept = self.engine.kept
         if len(self.prompts) > 1:
             mark_stems(self.prompts)
@@ -83,14 +85,14 @@ class Run:
         return self.so_far()
 
     def counts(self) -> dict[str, int]:
-        """Return the number of computed prompt tokens (including padding), of cached prompt tokens, and of decoding
-        steps.
+        """Return the numbers of computed prompt tokens (including padding), of prompt tokens from the cache, and of
+        decoding steps.
         """
         prefiller = self.prefiller
         return {"prefilled": prefiller.computed, "reused": prefiller.reused, "steps": self.steps}
 
     def so_far(self) -> list[Rollout]:
-        """Return all completions of all requests in order. Unfinished completions have the reason ``abort``."""
+        """Return all completions of all requests in order. Completions that have not finished get the reason ``abort``."""
         for completion in self.live:
             self.done[completion.number] = self._rollout(completion, "abort")
         owners = itertools.chain.from_iterable([request] * request.n for request in self.requests)
@@ -100,8 +102,8 @@ class Run:
     # Admission ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        """Fill free rows. While completions are in progress, run only one prefill pass, so that long prompts do not
-        stall them.
+        """Start completions in free rows. While other completions are generating, at most one prefill pass is run, so
+        that long prompts do not delay them.
         """
         busy, passes, started = bool(self.live), 0, False
         if not self.live:
@@ -116,19 +118,19 @@ class Run:
                 break
             passes += 1
             self.prefiller.step(asked.prompt, free)
-        # Update the groups only once at the end, because they are used only in the next step.
+        # Update the groups once for all new rows, because the next decoding step is the first to use them.
         if started:
             self._regroup()
         return bool(self.live)
 
     def _next(self) -> RunningRequest | None:
-        """Return the first request with completions that have not started."""
+        """Return the first request that has completions left to start."""
         while self.cursor < len(self.asked) and self.asked[self.cursor].waiting == 0:
             self.cursor += 1
         return self.asked[self.cursor] if self.cursor < len(self.asked) else None
 
     def _start(self, asked: RunningRequest, count: int) -> None:
-        """Sample the first token of ``count`` completions of a request."""
+        """Start ``count`` completions of a request: sample their first tokens and assign rows to them."""
         prompt = asked.prompt
         assert prompt.logits is not None
         begun = asked.request.n - asked.waiting
@@ -146,7 +148,7 @@ class Run:
         self._finish(first)
 
     def _enter(self, completion: Completion) -> None:
-        """Assign the next row to a completion. Its last token is the next input."""
+        """Assign the next free row to a completion. Its last token becomes the input of the next step."""
         prompt, written = completion.asked.prompt, len(completion.tokens) - 1
         prompt.live += 1
         self.live.append(completion)
@@ -176,9 +178,7 @@ class Run:
         self._finish()
 
     def read_from(self, packed: Packed) -> None:
-        """Decide when to use packed weights: from the start if many tokens are requested, otherwise after some
-        steps.
-        """
+        """Use packed copies of the weights: from the start if many tokens are requested, otherwise after a number of steps."""
         self.packed = packed
         asked = sum(len(prompt.ids) for prompt in self.prompts)
         asked += sum(each.request.n * each.sampling.max_new_tokens for each in self.asked)
@@ -193,8 +193,8 @@ class Run:
     # Ends --------------------------------------------------------------------------------------------------------
 
     def _finish(self, first: int = 0) -> None:
-        """Finish completions that stopped or reached their maximum length, from row ``first`` on, and assign their rows
-        to new completions.
+        """Finish the completions in rows from ``first`` on that have stopped or reached their maximum length, and
+        assign their rows to other completions.
         """
         ended = []
         for row, completion in enumerate(self.live[first:], first):
@@ -208,7 +208,9 @@ class Run:
             self._remove(ended)
 
     def _keep(self, completion: Completion, row: int) -> None:
-        """Cache the completion for the next turn of its episode, without the last token, which has not been computed."""
+        """Add a finished completion to the prefix cache, for the next turn of its episode. The last token is not
+        included, because its keys and values were not computed.
+        """
         written = completion.tokens[:-1]
         if written:
             tokens = self.shared + completion.asked.prompt.ids + written
@@ -229,7 +231,7 @@ class Run:
         )
 
     def _remove(self, rows: list[int]) -> None:
-        """Remove completions from their rows and move the last rows into the gaps."""
+        """Remove completions from their rows, and move the completions of the last rows into the free rows."""
         order = list(range(len(self.live)))
         for row in reversed(rows):
             prompt = self.live[row].asked.prompt
@@ -241,14 +243,14 @@ class Run:
             self.live.pop()
             order.pop()
             if prompt.live == 0 and prompt.waiting == 0:
-                prompt.block = None  # Free the block, because no completion needs this prompt any longer.
+                prompt.block = None  # No completion needs this prompt any longer, so free its block.
         index = torch.tensor(order, dtype=torch.long, device=self.device)
         self.tokens, self.positions = self.tokens[index], self.positions[index]
         self.store.lengths = self.store.lengths[index]
         self._regroup()
 
     def _regroup(self) -> None:
-        """Update the groups of live rows by prompt, and free prompts that are no longer needed."""
+        """Update the groups of generating rows, and free the prompts that no completion needs any longer."""
         rows: dict[int, list[int]] = {}
         blocks: dict[int, Block] = {}
         for row, completion in enumerate(self.live):
@@ -273,8 +275,8 @@ class Run:
 
 
 def common_beginning(prompts: list[list[int]]) -> list[int]:
-    """Return the common prefix of all prompts, or an empty list if it is too short. At least one token of every prompt
-    stays outside the prefix.
+    """Return the common prefix of all prompts. At least one token of every prompt is not part of it. If the prefix is
+    too short, return an empty list.
     """
     if len(prompts) < 2:
         return []
