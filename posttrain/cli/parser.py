@@ -117,6 +117,8 @@ class PosttrainArgumentParser(HfArgumentParser):
         config = load_config(path) if path is not None else {}
         # null in the file means that an option is not set, except if None is a possible value of the field.
         config = {key: value for key, value in config.items() if value is not None or key in self.optional}
+        # Options of a command line may have dashes instead of underscores, so keys of the file may have them too.
+        config = {present if (present := key.replace("-", "_")) in self.fields else key: v for key, v in config.items()}
         _apply_env(config.pop("env", None))
         tokens, kept = self._present(tokens, config)
         known = {key: self._meant(key, value, path) for key, value in config.items() if key in self.fields}

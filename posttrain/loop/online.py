@@ -261,7 +261,7 @@ class OnlineTrainer(PostTrainer):
         length = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
         schedule = self.schedule_text(length) if isinstance(self.args, OnlineConfig) else None
         self.prompt_source.announce(self.train_dataset, schedule=schedule)
-        limit = None if self.method.traits.cuts_prompts else self.context
+        limit = self.context if self.samples_completions else None
         for name, dataset in named_sets({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}):
             self.prompt_source.check_rows(dataset, name, limit)
 

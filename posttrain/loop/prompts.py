@@ -302,7 +302,9 @@ class PromptSource:
         lengths = {}
         for start in range(0, len(tried), PROMPTS_TRIED):
             indices = tried[start : start + PROMPTS_TRIED]
-            lengths |= dict(zip(indices, map(len, self.tokenized(list(rows_at(dataset, indices)))), strict=True))
+            prompts = self.tokenized(list(rows_at(dataset, indices)))
+            # Prompts above `most` are truncated before sampling.
+            lengths |= {i: min(len(p), self.most or len(p)) for i, p in zip(indices, prompts, strict=True)}
         long = [i for i, length in lengths.items() if length + completion > limit]
         if long:
             raise DataError(

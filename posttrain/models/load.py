@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import safetensors
 import torch
@@ -22,7 +22,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from posttrain.data.chat import inner_tokenizer, terminal_token_ids
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError, check_choice
-from posttrain.fields import PositiveInt, Share, check_fields, config, option
+from posttrain.fields import PositiveInt, Range, check_fields, config, option
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found, refuse_unreachable
 from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id, layer_kinds, text_of
@@ -90,7 +90,9 @@ class ModelConfig:
         32,
         "Scale of the adapter: its output is multiplied by lora_alpha / lora_r, or lora_alpha / sqrt(lora_r) with use_rslora.",
     )
-    lora_dropout: Share = option(0.05, "Dropout probability on the adapter's input, from 0 to 1. 0 disables it.")
+    lora_dropout: Annotated[float, Range(least=0, most=0.99)] = option(
+        0.05, "Dropout probability on the adapter's input, from 0 to 0.99. 0 disables it."
+    )
     lora_target_modules: list[str] | None = option(
         None,
         "Names of the modules that get an adapter, such as q_proj and v_proj. It can also be 'all-linear' or one regular "
@@ -403,6 +405,10 @@ def create_model_from_path(
     if (architecture is None or not new_head) and not is_deepspeed_zero3_enabled():
         missing = sorted(info["missing_keys"] & dict(model.named_parameters()).keys())
         _refuse_missing(model_id, missing, scores=architecture is not None)
+    if unused := sorted(map(str, info["unexpected_keys"])):
+        logger.warning(
+            "%s: %d tensors of the checkpoint are not used, for example %s.", model_id, len(unused), unused[:3]
+        )
     _log_size(model_id, model, config.dtype)
     return model
 

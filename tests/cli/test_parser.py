@@ -43,6 +43,10 @@ def test_command_line_beats_file_beats_default(parse):
     assert (args.learning_rate, args.steps, args.dtype) == (0.9, 7, "float32")
 
 
+def test_keys_of_the_file_may_have_dashes_as_on_the_command_line(parse):
+    assert parse("learning-rate: 0.5")[0].learning_rate == 0.5
+
+
 def test_null_means_not_given_unless_none_is_a_value(parse):
     (args,) = parse("learning_rate: null\ndtype: null\nbf16: null\nsteps: null")
     assert (args.learning_rate, args.dtype, args.bf16, args.steps) == (0.1, "float32", True, None)

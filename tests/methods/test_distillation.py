@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain import DistillationConfig, DistillationTrainer
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, DataError
 from posttrain.loop.rollout import sample, settings_of
 from posttrain.methods.distillation.data import with_prompt_column, with_template_arguments
 from posttrain.values import strip_none
@@ -386,6 +386,14 @@ def test_answers_of_the_dataset_need_no_room_for_a_completion(tmp_path, tiny_tok
     for settings in ({"lmbda": 0.5}, {"lmbda": 0.0, "seq_kd": True}):
         with pytest.raises(ConfigError, match="512"):
             make(tmp_path, tiny_tokenizer, max_completion_length=512, **settings)
+
+
+def test_a_prompt_without_room_for_its_completion_is_refused_before_training(tmp_path, tiny_tokenizer):
+    data = datasets.Dataset.from_list([{"prompt": "one two three four five six seven"}] * 4)
+    settings = {"lmbda": 1.0, "max_completion_length": 510, "max_length": 2000}
+    with pytest.raises(DataError, match="does not fit the model's context of 512 tokens"):
+        make(tmp_path, tiny_tokenizer, data=data, **settings)
+    make(tmp_path, tiny_tokenizer, data=data, **settings | {"max_length": 512})  # Prompts are truncated to 2 tokens.
 
 
 def test_keys_that_come_first_in_late_rows_are_kept():

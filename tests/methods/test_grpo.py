@@ -479,7 +479,10 @@ def test_an_unwritable_output_dir_is_refused(unloadable, tmp_path):
             {"num_generations": 3},
             r"8 completions .*1 process .*num_generations=3.*set num_generations to one of 2, 4, 8, or keep num_generations=3 ",
         ),
-        ({"per_device_train_batch_size": 1, "num_generations": 8}, "With 1 process: keep 8 and set"),
+        (
+            {"per_device_train_batch_size": 1, "num_generations": 8},
+            "1 process .*keep num_generations=8 and set per_device_train_batch_size to 8",
+        ),
         ({"num_generations": 1}, "num_generations=1 must be at least 2"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"top_p": 1.5}, "top_p=1.5"),
