@@ -29,10 +29,11 @@ def test_python_examples_compile_and_import_only_public_names():
 
 def test_the_example_trains_a_model_that_can_be_loaded(tmp_path, monkeypatch, tiny_model_dir):
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks("python")
-    exec(compile(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", tiny_model_dir), "README.md", "exec"), {})
+    train, use = blocks("python")
+    exec(compile(train.replace("HuggingFaceTB/SmolLM2-135M-Instruct", tiny_model_dir), "README.md", "exec"), {})
     assert len((tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()) > 0
     AutoModelForCausalLM.from_pretrained("runs/grpo")
+    exec(compile(use, "README.md", "exec"), {})
 
 
 def test_commands_exist():

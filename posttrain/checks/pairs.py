@@ -35,9 +35,9 @@ AGREEMENT_CODES = ("PT-D036",)
 
 # Findings with a percentage need at least this number of pairs.
 PAIRS_NEEDED = 20
-# There is a finding if more than this share of the pairs has the property: one side is longer (SHARE_LONGER), only one side has
-# an end token (SHARE_ENDING), only one side is truncated (CUT_ONE_SIDE), or the reference prefers the rejected answer
-# (SHARE_FLIPPED).
+# A problem is reported if it affects more than this share of the preference pairs. SHARE_LONGER: the same side is longer.
+# SHARE_ENDING: only one side has an end token. CUT_ONE_SIDE: only one side is truncated. SHARE_FLIPPED: the reference prefers
+# the rejected answer.
 SHARE_LONGER, SHARE_ENDING, CUT_ONE_SIDE, SHARE_FLIPPED = 0.85, 0.8, 0.05, 0.9
 
 

@@ -228,7 +228,7 @@ def lookup(key: str) -> Check:
     )
 
 
-# Each entry has the code, name, moment, title and documentation page of a check.
+# Each entry has a check's code, name, moment of the run at which it is made, title and documentation page.
 CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-C001", "train-half-precision", "config", "16-bit weights that the learning rate is too small to change", ""),
     ("PT-C004", "train-data-parallel", "config", "several GPUs or processes requested, but only one process runs", ""),

@@ -31,7 +31,9 @@ class TeacherScoresArguments:
     max_length: int | None = option(
         1024, "Must equal max_length of the config that reads the file. GKD's default is 1024."
     )
-    max_prompt_length: int | None = option(None, "Must equal max_prompt_length of the config that reads the file.")
+    max_prompt_length: int | None = option(
+        None, "Must equal max_prompt_length of the training config that reads this file."
+    )
     chat_template_kwargs: str | None = option(
         None, "Must equal chat_template_kwargs of the config that reads the file, as JSON."
     )

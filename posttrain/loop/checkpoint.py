@@ -493,7 +493,7 @@ def _flush_folder(folder: Path) -> None:
 
 # Error numbers for a full disk, an exhausted quota and a file above the maximum size.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Parts of the error messages of torch's writer, which does not report why it could not write.
+# If torch cannot write a file, its error contains one of these texts, but not the cause (such as a full disk).
 TORCHS_WRITER = ("PytorchStreamWriter failed", "inline_container")
 
 

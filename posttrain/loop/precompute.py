@@ -316,7 +316,7 @@ class ReferenceSums(transformers.TrainerCallback):
         run: Run with the method, precision and ranks.
 
     Attributes:
-        sums: Maps the key of a row to the sums of its answers, as float32 bytes.
+        sums: Maps the key of a row to the summed log-probs of its answers, stored as float32 bytes.
     """
 
     def __init__(self, run: Run) -> None:

@@ -158,7 +158,7 @@ class _Ahead:
         self.grad = expected.to(logp.dtype) if isinstance(expected, Tensor) else torch.ones_like(logp)
 
     def add(self, part: slice, e: Tensor, z: Tensor, targets: Tensor, bent: Tensor | None, rule: _Rule) -> None:
-        """Add a chunk whose softmax is ``e / z``, with shapes ``(n, V)`` and ``(n,)``. ``e`` is overwritten."""
+        """Add the gradient of one chunk of n tokens. Its softmax is ``e / z``, with ``e (n, V)`` (overwritten) and ``z (n,)``."""
         if isinstance(self.expected, TokenLoss):
             self.grad[part] = self.expected[part].gradient(self.logp[part])
         g = self.grad[part]

@@ -498,7 +498,8 @@ def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
 
     Training costs three times the forward pass. Scores are counted over the whole sequence; `adjusted_mfu` subtracts
     the causal half. The embedding is counted as a product, although it is a lookup. With tied weights, embedding and
-    output layer are counted once together, so that the count is correct. Without tied weights, it is 2VH too high.
+    output layer are counted once together, so that the count is correct. Without tied weights, the count is too
+    high by 2 * vocabulary size * hidden size.
 
     Args:
         config: A transformers config. Of a multimodal model, only the text model is counted.

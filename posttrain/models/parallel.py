@@ -172,8 +172,8 @@ def is_prepared_late(accelerator: Accelerator) -> bool:
 
 
 def equal_passes(count: int, accelerator: Accelerator) -> int:
-    """Return the number of passes that each rank must run. It is ``count``, or the maximum over ranks if a pass is a
-    collective.
+    """Return the number of passes that each rank must run: the maximum of ``count`` over ranks if ranks must run passes
+    together, otherwise ``count``.
 
     With FSDP, ZeRO-3 and sequence parallelism, the forward pass is a collective. With ZeRO-2, the backward pass is a
     collective, because it reduces gradients in each pass.

@@ -104,7 +104,7 @@ class Picture:
             return file.read()
 
     def resized(self, size: tuple[int, int]) -> Picture:
-        """Return a copy with another width and height. It is resized when it is loaded, and its digest differs."""
+        """Return a copy with another width and height. The pixels are resized when the copy is loaded. Its digest is new."""
         if size == self.size:
             return self
         digest = hashlib.blake2b(f"{self.digest} {size}".encode(), digest_size=16).hexdigest()

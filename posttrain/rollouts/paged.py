@@ -208,7 +208,7 @@ class PagedEngine(RolloutEngine):
         )  # fmt: skip
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Store the version. The engine uses the trainer's model, so there are no weights to load."""
+        """Store the version of the weights. The engine uses the trainer's own model, so it loads nothing."""
         self.version = version
 
     def close(self) -> None:

@@ -129,6 +129,12 @@ def test_what_will_not_do_what_it_seems_to_is_warned_of(tmp_path, caplog, settin
     assert text in caplog.text
 
 
+def test_a_bound_below_one_limits_a_ratio_of_one(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        grpo_args(tmp_path, delta=0.5)
+    assert "delta=0.5 is below 1 + epsilon_high" in caplog.text and "has no effect, because" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "settings",
     [

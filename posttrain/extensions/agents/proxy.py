@@ -381,7 +381,7 @@ class CaptureProxy:
             return None
         before.retries += 1
         if unread:
-            # Change the state, so that a second retry with the same body is matched to another call.
+            # The call waits for its answer again, so the next retry with the same body is matched to another call.
             before.state = "waiting"
         return before
 

@@ -39,8 +39,8 @@ def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
     """Compute ``-min(r A, clip(r, 1 - c, 1 + c) A)`` per token, plus ``vf_coef`` times the clipped value loss per
     state.
 
-    The policy loss is averaged over the tokens of the mini-batch, the value loss over its states. If a response ended
-    early, it has one more state than tokens.
+    The policy loss is averaged over the tokens of the mini-batch, the value loss over its states. A response that
+    ended early also has a state after its last token.
 
     Args:
         out: ``logp``, ``values`` and (for metrics) ``entropy``, ``(B, T)``.

@@ -620,7 +620,7 @@ class Rewriter(cst.CSTTransformer):
         return exchanged(call, "dataset_kwargs", cst.Name("dataset_kwargs"), cst.parse_expression(repr(kept)))
 
     def with_key(self, node: cst.Call, call: cst.Call, name: str, option: str, key: str) -> cst.Call:
-        """Move an argument into a mapping that another argument contains, under a key."""
+        """Move the argument ``name`` into the dict of the argument ``option``, as the value of ``key``."""
         given = by_name(call)
         element = cst.DictElement(cst.SimpleString(f'"{key}"'), given[name].value)
         if option not in given:

@@ -414,10 +414,10 @@ def run_tests(
     system's programs and this Python installation (both read-only), and an empty in-memory folder. Environment variables, other
     processes and the network are not accessible. In a container or a service, your configuration decides what is accessible.
 
-    **What is not protected**: neither bubblewrap nor containers protect from bugs in the kernel or the CPU. The kernel does not
-    limit the number of processes of root, and therefore not their total memory: do not run the trainer as root, or use a
-    container with ``--pids-limit`` and ``--memory``. Bubblewrap does not limit the number of empty files, each of which takes
-    about 1 kB of kernel memory; only the timeout does. A test written as code runs in the same process as the completion, which
+    **What is not protected**: neither bubblewrap nor containers protect from bugs in the kernel or the CPU. If the
+    trainer runs as root, the kernel limits neither the number of processes nor their total memory. Do not run it as root, or
+    use a container with ``--pids-limit`` and ``--memory``. Bubblewrap does not limit the number of empty files, each of which
+    takes about 1 kB of kernel memory; only the timeout does. A test written as code runs in the same process as the completion, which
     can tamper with it. Tests with inputs and outputs are compared outside the sandbox.
 
     Args:

@@ -99,8 +99,8 @@ def _few(value: Any) -> Any:
 
 
 class PlacedPicture(Strict):
-    """Position of an image from ``pictures`` in the prompt, and the image's size and placeholders as the trainer
-    computed them.
+    """Position in the prompt of an image from ``pictures``, with the size and the number of placeholder tokens that the
+    trainer computed for it.
     """
 
     digest: str

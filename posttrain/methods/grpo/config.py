@@ -167,7 +167,9 @@ def _warn_of_schedule(cfg: GRPOConfig) -> None:
             cfg.steps_per_generation, cfg.num_iterations, accumulation, window / accumulation,
         )  # fmt: skip
     fields = ["epsilon", "epsilon_high", "delta", "importance_sampling_level"]
-    chosen = [f"{name}={getattr(cfg, name)!r}" for name in fields if _changed(cfg, name)]
+    # A delta below 1 also limits a ratio of 1.
+    changed = [name for name in fields if _changed(cfg, name) and (name != "delta" or vars(cfg)[name] >= 1)]
+    chosen = [f"{name}={getattr(cfg, name)!r}" for name in changed]
     chosen += [f"loss_type={cfg.loss_type!r}"] * (cfg.loss_type in ("sapo", "cispo", "vespo"))
     if chosen and accumulation % window == 0:
         logger.warning(

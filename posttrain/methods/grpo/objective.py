@@ -276,7 +276,7 @@ def group_options(args: GRPOConfig) -> dict[str, Any]:
 class GRPO(Method[Config]):
     """Group-relative policy optimization: the baseline of a completion is the mean reward of its group.
 
-    It needs no value model. `State.own` is an `EntropyBonus`.
+    It needs no value model. The method's own state, `State.own`, is an `EntropyBonus`.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
     """

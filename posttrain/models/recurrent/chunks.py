@@ -41,7 +41,7 @@ class Chunks(NamedTuple):
         return _rows(x, self.tokens.flatten()).view(*self.tokens.shape, *x.shape[1:])
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Rearrange ``(N, C, ...)`` values to ``(tokens, ...)``. It is the inverse of `gather`, and padding is 0."""
+        """Rearrange N chunks of C values, ``(N, C, ...)``, to ``(tokens, ...)``. This inverts `gather`; padding is 0."""
         return _rows(x.flatten(0, 1), self.places)
 
 

@@ -240,7 +240,7 @@ class PrefillBatch:
         block: Block in which the keys and values are stored.
         known: ``(P,)`` number of tokens of each prompt in the block that came from the cache, without the common prefix
             of all prompts.
-        room: Number of columns of the block for tokens from the cache.
+        room: Number of columns of the block that hold tokens from the cache.
         uneven: Whether the prompts have different numbers of tokens from the cache.
         new: Number of tokens of each prompt that are computed.
         done: Number of columns of ``ids`` that have been computed so far.
