@@ -416,9 +416,9 @@ def run_tests(
 
     **What is not protected**: neither bubblewrap nor containers protect from bugs in the kernel or the CPU. If the
     trainer runs as root, the kernel limits neither the number of processes nor their total memory. Do not run it as root, or
-    use a container with ``--pids-limit`` and ``--memory``. Bubblewrap does not limit the number of empty files, each of which
-    takes about 1 kB of kernel memory; only the timeout does. A test written as code runs in the same process as the completion, which
-    can tamper with it. Tests with inputs and outputs are compared outside the sandbox.
+    use a container with ``--pids-limit`` and ``--memory``. Bubblewrap does not limit the number of empty files, each of
+    which takes about 1 kB of kernel memory; only the timeout does. A test written as code runs in the same process as the
+    completion, which can tamper with it. Tests with inputs and outputs are compared outside the sandbox.
 
     Args:
         source: Python code.
