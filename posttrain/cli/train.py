@@ -29,6 +29,8 @@ from posttrain.integrations import require
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
 
+logger = logging.getLogger(__name__)
+
 
 def named_object(path: str, option: str) -> Any:
     """Import ``module.name``, ``module:name`` or ``folder/file.py:name``. Modules are found from the working directory.
@@ -394,6 +396,8 @@ def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
     from posttrain.data.mixture import get_dataset, load_rows, split_off
 
     if mixture.datasets:
+        if script_args.dataset_name:
+            logger.warning("dataset_name=%r is ignored, because datasets is set.", script_args.dataset_name)
         return get_dataset(mixture, seed=config.seed)
     if not script_args.dataset_name:
         if isinstance(script_args, EpisodeScriptArguments) and script_args.environment_factory:

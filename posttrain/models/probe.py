@@ -287,7 +287,8 @@ def _refuse_wrong_outputs(model: Module) -> None:
     inner: Any = causal_lm(model)
     text, *ends = random_prompts(inner.config.get_text_config().vocab_size, (SHORT, 1, 1))
     mask = [0, *[1] * (len(text) - 1), 0]
-    one, other = (_truth(model, [Row([], [[*text, *end]], [mask])]) for end in ends)
+    with evaluating(model):  # Dropout would make the two results differ.
+        one, other = (_truth(model, [Row([], [[*text, *end]], [mask])]) for end in ends)
     if not one.isfinite().all():
         odd = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
         cause = f"The weights {odd[:4]} contain NaN or infinity" if odd else "All weights are finite"

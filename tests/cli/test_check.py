@@ -418,3 +418,11 @@ def test_batches_are_those_of_the_processes_that_will_start(trainable, capsys):
     assert "2 per device x 1 process" in " ".join(capsys.readouterr().out.split())
     assert main(["check", "grpo", *small, "--num_processes", "2"]) == 0, capsys.readouterr().out
     assert main(["check", "grpo", *small]) == 78
+
+
+def test_a_dataset_beside_a_mixture_is_ignored_with_a_warning(trainable, capsys):
+    mixture = f"datasets:\n- path: {yaml.safe_load(Path('sft.yaml').read_text())['dataset_name']}\n"
+    Path("mixed.yaml").write_text(Path("sft.yaml").read_text() + mixture)
+    assert main(["check", "sft", "--config", "mixed.yaml"]) == 0
+    both = capsys.readouterr()
+    assert "is ignored, because datasets is set" in both.out + both.err

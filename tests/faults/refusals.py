@@ -339,6 +339,7 @@ NO_CONFIG: dict[str, str] = {
     "loop/build.py check_hooks": PYTHON,
     "loop/build.py loading_options": PYTHON,
     "loop/build.py prepared_model": ADAPTER,
+    "cli/train.py launched": PROCESSES + ": `tests/cli/test_check.py` has the command line",
     "loop/build.py refuse_foreign_optimizer": PYTHON,
     "loop/build.py refuse_untrainable 1": PYTHON,
     "loop/build.py refuse_untrainable 2": PYTHON,

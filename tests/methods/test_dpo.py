@@ -279,8 +279,11 @@ def test_lora_has_no_second_model_and_starts_at_ln_2(tiny_tokenizer, tmp_path):
 def test_p6_an_adapter_whose_biases_move_cannot_be_its_own_reference(tiny_tokenizer, tmp_path):
     from peft import LoraConfig
 
+    plain = build_model(len(tiny_tokenizer))
+    plain.config.attention_bias = True
+    biased, config = type(plain)(plain.config), LoraConfig(r=4, target_modules=["q_proj"], bias="all")
     with pytest.raises(ModelError, match="bias='all'"):
-        dpo(tmp_path, tiny_tokenizer, peft_config=LoraConfig(r=4, target_modules=["q_proj"], bias="all"))
+        dpo(tmp_path, tiny_tokenizer, model=biased, peft_config=config)
 
 
 @pytest.mark.parametrize("ld_alpha", [None, 0.5])

@@ -197,7 +197,7 @@ def test_equal_and_overlong_pairs_are_dropped_and_counted(tiny_tokenizer, tmp_pa
         ({"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]}, "must both be strings"),
         ({"chosen": 1, "rejected": 2}, "row 0: column 'chosen' must be a string or a list of messages, not int: '1'"),
         ({"chosen": "a", "rejected": "b", "margin": "c"}, "row 0: column 'margin' must contain a finite number .* it contains 'c'"),
-        ({"chosen": "a", "rejected": "b", "margin": float("nan")}, "row 0: column 'margin' must be a finite .* it is nan"),
+        ({"chosen": "a", "rejected": "b", "margin": float("nan")}, "row 0: column 'margin' must contain a finite .* it contains nan"),
         ({"chosen_ids": [5], "rejected_ids": [9999]}, "row 0: column 'rejected_ids' contains the id 9999"),
         ({"chosen_ids": [], "rejected_ids": [5]}, "all 1 rows .* dropped: 1 with an answer without tokens"),
         ({"chosen": "a", "rejected": "b", "image": "x"}, "train rows have images"),

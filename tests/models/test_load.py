@@ -167,6 +167,12 @@ def test_a_model_whose_tokens_attend_to_later_ones_is_refused(make):
         probe_layout(model)
 
 
+def test_dropout_is_no_sign_of_attention_to_later_tokens():
+    model = tiny(transformers.GPT2LMHeadModel, transformers.GPT2Config, n_positions=64).train()
+    assert model.config.attn_pdrop == 0.1 and probe_layout(model).dense_mask
+    assert model.training
+
+
 @pytest.mark.parametrize("make", [lambda: bert(True), lambda: gemma(both=False)], ids=["bert", "gemma"])
 def test_the_same_classes_train_as_decoders(make):
     assert probe_layout(make()).kind in ("padded", "tree")

@@ -33,7 +33,7 @@ def test_r20_rewards_that_take_back_from_each_other_are_named():
     values = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [0.0, 0.9]])
     text = describe_shares(["right", "short"], values, torch.ones(2))
     assert "right 5" in text
-    assert "right and short (correlation -0.99) cancel" in text
+    assert "right and short (correlation -0.99) mostly cancel" in text
     assert "normalize_then_sum" in text
     # A negative weight turns the second one around.
     assert "cancel" not in describe_shares(["right", "short"], values, torch.tensor([1.0, -1.0]))
