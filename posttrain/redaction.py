@@ -11,7 +11,7 @@ HIDDEN = "<hidden>"
 # Matches words in names of secrets. `_TOKEN` matches only at the end of a name, and `_OF_TOKENIZERS` excludes names of special
 # tokens.
 _NAMED = re.compile(
-    r"(api|access|account|private|signing|encryption|ssh)_?key|passw(or)?d|_pwd$|passphrase|secret|credential|authorization|cookie"
+    r"(api|access|account|private|signing|encryption|ssh)_?key|passw(or)?d|(^|_)pwd$|passphrase|secret|credential|authorization|cookie"
     r"|signature"
 )
 _QUERY = ("key", "sig")  # Names that count as secrets only in the query of a URL.

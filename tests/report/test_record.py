@@ -233,7 +233,7 @@ PLACES = [
     json.dumps({"session_token": SECRET, "revision": "main"}), json.dumps([{"a": {"apikey": SECRET}}]),
     f"got { {'credentials': SECRET, 'n': 1} }", f"HF_TOKEN={SECRET} python train.py", f"Authorization: Bearer {SECRET}",
     ["--hf_token", SECRET], ["--model_init_kwargs", json.dumps({"token": SECRET})], [f"--api_key={SECRET}"],
-    *({name: SECRET} for name in ("session_token", "credentials", "apikey", "hfToken", "aws_secret_access_key", "client-secret")),
+    *({name: SECRET} for name in ("session_token", "pwd", "credentials", "apikey", "hfToken", "aws_secret_access_key", "client-secret")),
     *([key] for key in KEYS), *(f"failed with {key}." for key in KEYS), f"Authorization: Basic {SECRET}", f"X-Api-Key: {SECRET}",
     f"Cookie: session={SECRET}", f"password: {SECRET}", f"hf_token: {SECRET}", f"http://host/v1?key={SECRET}",
     f"http://host/?sv=1&sig={SECRET}", f"AccountName=a;AccountKey={SECRET}==", f"--password 'a {SECRET}'", f"-token {SECRET}",
