@@ -99,7 +99,7 @@ class PosttrainArgumentParser(HfArgumentParser):
         return_remaining_strings: bool = False,
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
-        around: Callable[[list[str]], AbstractContextManager[None]] = lambda strings: nullcontext(),
+        around: Callable[[list[str]], AbstractContextManager[None]] | None = None,
     ) -> tuple[Any, ...]:
         """Return instances of the dataclasses. With ``return_remaining_strings``, also return the strings that are no known
         option.
@@ -132,7 +132,7 @@ class PosttrainArgumentParser(HfArgumentParser):
         # Join name and value with "=", because argparse would read a value that begins with a dash as an option.
         from_file = [token for words in given for token in (["=".join(words)] if len(words) == 2 else words)]
         left = [token for key, value in others.items() for token in to_tokens(key, value, flags=True)]
-        with around(left + self.parse_known_args(from_file + tokens)[1]):
+        with around(left + self.parse_known_args(from_file + tokens)[1]) if around else nullcontext():
             *instances, rest = self.parse_args_into_dataclasses(
                 args=from_file + tokens, return_remaining_strings=True, look_for_args_file=False
             )

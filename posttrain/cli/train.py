@@ -76,9 +76,8 @@ def _from_file(file: Path, name: str, option: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.path.remove(str(file.resolve().parent))
-        if (
-            sys.modules.get(file.stem) is module
-        ):  # Remove the module, because its import failed and it is only partially initialized.
+        # Remove the module, because its import failed and it is only partially initialized.
+        if sys.modules.get(file.stem) is module:
             del sys.modules[file.stem]
         raise ConfigError(
             f"{option}: {str(file)!r} raised an error during import: {error!r} ({raised_at(error)})"
@@ -242,6 +241,7 @@ def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
     Raises:
         ConfigError: An option is unknown.
     """
+    from posttrain.loop.run import with_attributes
     from posttrain.methods.config import LAUNCHED
 
     launch: list[str] = []
@@ -251,7 +251,10 @@ def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
         # Options of the file come first, so that options of the command line override them.
         rest, flags = _accelerate_shortcut(strings)
         launch.extend(flags + _launch_flags(rest, name))
-        token = LAUNCHED.set(launched(launch)[0] if launch and "LOCAL_RANK" not in os.environ else 0)
+        # The launch itself logs accelerate's warnings about these options.
+        with with_attributes(logging.getLogger("accelerate.commands.launch"), {"disabled": True}):
+            processes = launched(launch)[0] if launch and "LOCAL_RANK" not in os.environ else 0
+        token = LAUNCHED.set(processes)
         try:
             yield
         finally:
