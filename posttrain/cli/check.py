@@ -428,6 +428,7 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
     from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
     from posttrain.loop.evaluation import check_best_metric
+    from posttrain.models.probe import weights_not_finite
 
     class StopAfterOneStep(TrainerCallback):
         def on_step_end(self, args, state, control, **_) -> None:
@@ -440,10 +441,8 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
     trainer.add_callback(StopAfterOneStep())
     args.save_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
     args.eval_strategy, args.eval_on_start, args.log_completions = IntervalStrategy.NO, False, False
-    args.logging_strategy, args.logging_steps = (
-        IntervalStrategy.STEPS,
-        1,
-    )  # Log every step, because some checks run only when a step is logged.
+    # Log every step, because some checks run only when a step is logged.
+    args.logging_strategy, args.logging_steps = IntervalStrategy.STEPS, 1
     if trainer.method.traits.samples:
         for option in ("max_completion_length", "response_length", "max_new_tokens"):
             if vars(args).get(option):
@@ -454,7 +453,7 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
         args.gradient_accumulation_steps = 1
     trainer.train(resume_from_checkpoint=resume)
     if trainer.run.progress.bad_steps:
-        weights = [name for name, weight in trainer.model.named_parameters() if not weight.isfinite().all()]
+        weights = weights_not_finite(trainer.model)
         cause = f"the weights {weights[:4]} contain NaN or infinity" if weights else "every weight is finite"
         raise PosttrainError(
             f"the gradient of the first step contains NaN or infinity; {cause}. A run stops after three such steps. Fix: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from posttrain.loop.data_report import warnings_are_errors
 from posttrain.loop.evaluation import predicted_rows
 from posttrain.loop.pictures import Vision
 from posttrain.loop.prompts import PromptSource, named_sets
-from posttrain.loop.run import Hooks, Progress, Run
+from posttrain.loop.run import Hooks, Progress, Run, with_attributes
 from posttrain.loop.samplers import SingleTurn
 from posttrain.loop.scoring import reward_options
 from posttrain.loop.weight_sync import WeightSync, engine_of
@@ -447,10 +446,11 @@ def check_optim_args(args: PostTrainingConfig) -> None:
         return
     if not all("=" in part for part in args.optim_args.split(",")):
         raise ConfigError(f"optim_args={args.optim_args!r} must have the form 'key=value,key=value'.")
-    without = copy.copy(args)
-    without.optim_args = None
+    create = transformers.Trainer.get_optimizer_cls_and_kwargs
     try:
-        used, unused = map(transformers.Trainer.get_optimizer_cls_and_kwargs, (args, without))
+        used = create(args)
+        with with_attributes(args, {"optim_args": None}):
+            unused = create(args)
     # Some optimizers need the model or a package. The trainer creates them later.
     except Exception:
         return

@@ -711,9 +711,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self.checkpoints.place.begin(start, self.train_dataset, skips=not self.args.ignore_data_skip)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if (
-            self.checkpoints.place.restores_random()
-        ):  # The random state is restored only once, before the first rollouts.
+        # The random state is restored only once, before the first rollouts.
+        if self.checkpoints.place.restores_random():
             self._evaluate_resumed()  # Evaluate before the random state is restored, because evaluation may use random numbers.
             super()._load_rng_state(checkpoint)
 

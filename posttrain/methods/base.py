@@ -54,7 +54,6 @@ class Traits:
         takes_loss_func: Whether a user's ``compute_loss_func`` can replace the loss. This needs a loss that is a sum over label
             tokens.
         takes_episodes: Whether the method supports tools, environments and rollout functions.
-        cuts_prompts: Whether prompts that are too long are truncated. False: a prompt that is too long is an error.
         splits_tokens: Whether the method supports sequence parallelism (``sp_size > 1``).
         still_steps: Whether optimizer steps without a gradient are normal, for example because all rewards are equal.
         float32_head: Whether the output layer is computed in float32.
@@ -81,7 +80,6 @@ class Traits:
     takes_collator: bool = False
     takes_loss_func: bool = False
     takes_episodes: bool = False
-    cuts_prompts: bool = False
     splits_tokens: bool = False
     still_steps: bool = False
     float32_head: bool = False

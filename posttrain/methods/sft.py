@@ -186,9 +186,8 @@ class SFT(Method[SFTConfig]):
         super().__init__(cfg)
         if cfg.label_smoothing_factor:
             self.traits = replace(self.traits, needs=self.traits.needs | {"logits"})
-        if (
-            cfg.packing and cfg.packing_strategy != "bfd"
-        ):  # With this strategy, documents are split and never truncated.
+        # Strategies other than "bfd" split documents and never truncate them.
+        if cfg.packing and cfg.packing_strategy != "bfd":
             self.traits = replace(self.traits, ignored_codes=frozenset({"PT-D004", "PT-D006", "PT-D011"}))
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:

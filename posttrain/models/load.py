@@ -263,7 +263,7 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
 
 
 def _class_name(config: PretrainedConfig) -> str:
-    return (config.architectures or ["a model without a class name"])[0]
+    return (config.architectures or [""])[0]
 
 
 def _check_class(what: str, name: str, config: PretrainedConfig, *, generative: bool = True) -> None:
@@ -286,8 +286,8 @@ def _check_class(what: str, name: str, config: PretrainedConfig, *, generative: 
     else:
         return
     raise ModelError(
-        f"{what} is {name}, which {why}. Fix: use a checkpoint of a causal (decoder-only) language model. Pass reward models "
-        "as reward_funcs."
+        f"{what} is {name or config.model_type}, which {why}. Fix: use a checkpoint of a causal (decoder-only) language model. "
+        "Pass reward models as reward_funcs."
     )
 
 
@@ -414,13 +414,16 @@ def create_model_from_path(
 
 
 def _refuse_missing(model_id: str, missing: list[str], *, scores: bool) -> None:
-    if missing:
+    if not missing:
+        return
+    what, fix = f"{len(missing)} parameters", "use a complete checkpoint, or the config.json that belongs to it"
+    if scores:
+        what = "its scores"
         fix = "pass a checkpoint with a classification head, for example one that RewardTrainer saved"
-        raise ModelError(
-            f"the checkpoint {model_id!r} has no weights for {', '.join(missing[:4])}{' ...' if missing[4:] else ''}, so "
-            f"{'its scores' if scores else f'{len(missing)} parameters'} would be random. Fix: "
-            f"{fix if scores else 'use a complete checkpoint, or the config.json that belongs to it'}."
-        )
+    raise ModelError(
+        f"the checkpoint {model_id!r} has no weights for {', '.join(missing[:4])}{' ...' if missing[4:] else ''}, so {what} "
+        f"would be random. Fix: {fix}."
+    )
 
 
 def _log_size(model_id: str, model: nn.Module, stored: Any) -> None:
@@ -576,10 +579,8 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
         if unmatched := sorted(target for target in listed if not any(n.endswith(f".{target}") for n in names)):
             logger.warning("%s: %s match no module of %s and %s.", name, unmatched, type(model).__name__, what)
     text: Any = text_of(config_of(model))
-    if vars(peft_config).get("layer_replication") and len(kinds := layer_kinds(text)) not in (
-        0,
-        text.num_hidden_layers,
-    ):
+    kinds = layer_kinds(text) if vars(peft_config).get("layer_replication") else ()
+    if kinds and len(kinds) != text.num_hidden_layers:
         raise ConfigError(
             f"layer_replication gives {type(model).__name__} {text.num_hidden_layers} layers, but its config lists the types of "
             f"{len(kinds)} layers, and peft does not extend this list. Fix: remove layer_replication."

@@ -282,6 +282,11 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     return layout
 
 
+def weights_not_finite(model: Module) -> list[str]:
+    """Return the names of parameters that contain NaN or infinity."""
+    return [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+
+
 def _refuse_wrong_outputs(model: Module) -> None:
     """Raise an error if outputs are not finite, or if the log-probs of a text depend on its last token."""
     inner: Any = causal_lm(model)
@@ -290,7 +295,7 @@ def _refuse_wrong_outputs(model: Module) -> None:
     with evaluating(model):  # Dropout would make the two results differ.
         one, other = (_truth(model, [Row([], [[*text, *end]], [mask])]) for end in ends)
     if not one.isfinite().all():
-        odd = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+        odd = weights_not_finite(model)
         cause = f"The weights {odd[:4]} contain NaN or infinity" if odd else "All weights are finite"
         raise ModelError(
             f"the outputs of {type(inner).__name__} are NaN or infinite. {cause}. Fix: use an intact checkpoint, or a dtype "

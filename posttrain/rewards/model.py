@@ -135,8 +135,8 @@ class ModelReward(_RewardModel):
         init = dict(model_init_kwargs or {})
         init.setdefault("trust_remote_code", trust_remote_code)
         if isinstance(model, str):
-            dtype = init.pop("torch_dtype", "auto")
-            model = load_classifier(model, num_labels=1, new_head=False, **({"dtype": dtype} | init))
+            default = {} if "torch_dtype" in init else {"dtype": "auto"}
+            model = load_classifier(model, num_labels=1, new_head=False, **(default | init))
         labels = label_count(model)
         if labels != 1:
             raise ModelError(

@@ -99,7 +99,7 @@ class AsyncDistillation(Distillation):
     """
 
     config_class = AsyncDistillationConfig
-    traits = replace(Distillation.traits, workers_sample=True, reads_images=False, cuts_prompts=False)
+    traits = replace(Distillation.traits, workers_sample=True, reads_images=False)
 
     @property
     def temperature(self) -> float:

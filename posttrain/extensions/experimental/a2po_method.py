@@ -127,7 +127,7 @@ class A2PO(Method[A2POConfig]):
     """
 
     config_class = A2POConfig
-    traits = replace(SAMPLES, own_rollouts=True, needs=frozenset({"logp"}), cuts_prompts=True, compares_reference=True)
+    traits = replace(SAMPLES, own_rollouts=True, needs=frozenset({"logp"}), compares_reference=True)
 
     @property
     def temperature(self) -> float:

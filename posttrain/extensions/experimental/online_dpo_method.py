@@ -300,7 +300,6 @@ class OnlineDPO(Method[OnlineDPOConfig]):
         own_rollouts=True,
         needs=frozenset({"logp"}),
         reads_images=True,
-        cuts_prompts=True,
         whole_rows=True,
         compares_reference=True,
     )

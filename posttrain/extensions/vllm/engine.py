@@ -437,9 +437,8 @@ class VLLMEngine(RolloutEngine):
             (missing,) = self.llm.collective_rpc(worker.reload, args=(pairs,))
             self.sleeper.pushed()
         self.llm.reset_prefix_cache()
-        if (
-            self.encoder is not None
-        ):  # Clear vLLM's cache of image features, because they were computed with the old weights.
+        # Clear vLLM's cache of image features, because they were computed with the old weights.
+        if self.encoder is not None:
             self.llm.llm_engine.reset_encoder_cache()
         self.version = version
         return missing

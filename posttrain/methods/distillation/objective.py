@@ -568,7 +568,6 @@ class Distillation(Method[Any]):
         SAMPLES,
         own_rollouts=True,
         splits_tokens=True,
-        cuts_prompts=True,
         reads_images=True,
         id_columns=("prompt_ids", "completion_ids"),
     )
