@@ -139,7 +139,13 @@ class Checkup:
     subject: Any = None
 
     def make(self) -> None:
-        """Run all stages."""
+        """Run all stages. Collect the warnings that they log."""
+        with only_warnings() as logged:
+            self._make()
+        texts = dict.fromkeys(record.getMessage() for record in logged.buffer)
+        self.warnings += [text for text in texts if not text.startswith("PT-")]
+
+    def _make(self) -> None:
         for name in (
             "config",
             "model",
@@ -360,7 +366,6 @@ class Checkup:
         with (
             tempfile.TemporaryDirectory() as folder,
             contextlib.redirect_stdout(io.StringIO()),
-            only_warnings() as logged,
         ):
             config.output_dir, config.push_to_hub = folder, False
             trainer = train.make_trainer(self.command, script_args, config, model_args, mixture)
@@ -369,8 +374,6 @@ class Checkup:
         # completions.
         foreign = ("PT-L", "PT-R") if trainer.method.traits.samples else ("PT-L",)
         self._report([found for found in trainer.run.checks.preflight.told if not found.code.startswith(foreign)])
-        texts = [record.getMessage() for record in logged.buffer]
-        self.warnings += [text for text in texts if not text.startswith("PT-")]
         return "one step and one evaluation batch" if trainer.eval_dataset is not None else "one step"
 
     def _context(self, **more: Any) -> Any:

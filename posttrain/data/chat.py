@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import numpy as np
 from jinja2 import TemplateSyntaxError
 
 from posttrain.data.formats import is_conversational, warn_once
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError, PosttrainError
 from posttrain.types import Prompt
 from posttrain.values import is_messages, strip_none
 
@@ -600,6 +601,30 @@ def parse_tools(value: object) -> Any:
         raise DataError(f"column 'tools' contains text that is not valid JSON ({error}): {value[:80]!r}") from error
 
 
+@lru_cache(maxsize=1)
+def reserved_arguments() -> frozenset[str]:
+    """Return the arguments of the tokenizer's chat template that the functions of this module set."""
+    from transformers import PreTrainedTokenizerBase
+
+    functions = (render_prompt, render, PreTrainedTokenizerBase.apply_chat_template)
+    parameters = {name: p for function in functions for name, p in inspect.signature(function).parameters.items()}
+    return frozenset(
+        name
+        for name, p in parameters.items()
+        if p.kind is not p.VAR_KEYWORD and name not in ("documents", "chat_template")
+    )
+
+
+def check_template_arguments(kwargs: Collection[str], error: type[PosttrainError] = ConfigError) -> None:
+    """Raise an error if ``chat_template_kwargs`` sets an argument that posttrain itself passes to the tokenizer.
+
+    Raises:
+        error: An argument is set by posttrain.
+    """
+    if taken := sorted(reserved_arguments() & set(kwargs)):
+        raise error(f"chat_template_kwargs sets {taken}, which posttrain sets itself. Fix: remove them.")
+
+
 def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for the chat template that a row contains: ``tools`` and ``chat_template_kwargs``."""
     kwargs = row.get("chat_template_kwargs") or {}
@@ -608,6 +633,7 @@ def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
             f"column 'chat_template_kwargs' must be a mapping for the chat template, not {type(kwargs).__name__}: "
             f"{str(kwargs)[:80]!r}"
         )
+    check_template_arguments(kwargs, DataError)
     return {"tools": parse_tools(row.get("tools")), **kwargs}
 
 

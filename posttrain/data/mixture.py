@@ -350,15 +350,27 @@ def _failure(path_or_id: str, file: Path, split: str | None, error: Exception) -
     """Return a message that explains why a dataset could not be loaded. Raise a more specific error for an invalid line."""
     if not file.exists() and isinstance(error, NOT_FOUND):
         return not_found("dataset", path_or_id, error)
-    for part in sorted(file.rglob("*")) if file.is_dir() else [file]:
+    parts = sorted(file.rglob("*")) if file.is_dir() else [file]
+    for part in parts:
         if part.suffix in (".jsonl", ".json") and part.is_file():
             check_json(part)
     cause = str(error.__cause__ or error).strip().rstrip(".")
     if "corresponds to no data" in cause:
-        cause = "the split has no rows"
+        empty = [part.name for part in parts if part.is_file() and not part.read_bytes().strip()]
+        cause = f"the files {empty} have no rows" if empty else "the split has no rows"
     one = "A single file has one split, 'train'" if file.is_file() else "The files of all splits have the same columns"
     hint = f" {one}, and each column has one type." if file.exists() else ""
+    columns = {part.name: _first_keys(part) for part in parts if part.suffix == ".jsonl"}
+    if len({tuple(keys) for keys in columns.values() if keys}) > 1:
+        cause, hint = "its files have different columns", f" Columns by file: {columns}. Fix: use the same columns."
     return f"dataset {path_or_id!r} could not be loaded{f' (split {split!r})' if split else ''}: {cause}.{hint}"
+
+
+def _first_keys(file: Path) -> list[str]:
+    """Return the column names in the first row of a file of JSON lines."""
+    with file.open(encoding="utf-8") as lines:
+        row = json.loads(next((line for line in lines if line.strip()), "{}"))
+    return sorted(row) if isinstance(row, dict) else []
 
 
 def _loader_of(file: Path) -> str:

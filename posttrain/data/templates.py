@@ -445,6 +445,13 @@ PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
         "The turns that call tools would be trained as empty turns.",
         "Use a chat template that renders tool calls (chat_template_path).",
     ),
+    "PT-K120": (
+        "warning",
+        "warning",
+        "the tools of a row are missing from the rendering",
+        "The model is trained without seeing the tools that the row lists.",
+        "Use a chat template that renders tools (chat_template_path), or remove the column 'tools'.",
+    ),
     "PT-K114": (
         "error",
         "warning",
@@ -556,6 +563,9 @@ def _row_problems(
 
     text = begun(len(messages), False)
     ids, bos, codes = ids_of(text), tokenizer.bos_token_id, _losses(text, messages[start:])
+    names = [t.__name__ if callable(t) else (t.get("function") or t).get("name", "") for t in kwargs["tools"] or ()]
+    if names and not any(name in text for name in names):
+        codes.add("PT-K120")
     if bos is not None and ids[:2] == [bos, bos]:
         codes.add("PT-K111")
     elif bos is not None and ids[:1] != [bos] and tokenizer("a")["input_ids"][:1] == [bos]:

@@ -161,7 +161,7 @@ class _Evaluation:
         prediction = self._shown(self.tally.seen)
         metrics = self.tally.metrics
         if self.compute_metrics is not None and not self.by_batch:
-            metrics = self.compute_metrics(prediction)
+            metrics = self.compute_metrics(prediction) or {}
         return prediction.predictions, prediction.label_ids, metrics
 
     def _idle(self, batch: Batch) -> None:

@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from posttrain import plugins
 from posttrain.checks.registry import silenced_codes
+from posttrain.data.chat import check_template_arguments
 from posttrain.errors import ConfigError, check_choice, did_you_mean
 from posttrain.fields import (
     NonNegativeFloat,
@@ -48,6 +49,10 @@ AUTO = "auto"
 # misspelled option. transformers itself sets the attribute `xla_fsdp_config`, whose similarity to every option is lower.
 MISSPELT = 0.8
 
+
+# Keys of gradient_checkpointing_kwargs: options of posttrain, transformers and torch.
+RECOMPUTING = ("use_reentrant", "selective", "every_n_layers", "offload", "preserve_rng_state", "context_fn")
+RECOMPUTING += ("determinism_check", "debug", "early_stop")
 
 # Default of per_device_train_batch_size. With 'auto', the effective batch size is the same as with this default.
 PLANNED = 8
@@ -306,6 +311,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         for name in self._VALID_DICT_FIELDS:
             if name not in transformers.TrainingArguments._VALID_DICT_FIELDS:
                 setattr(self, name, read_mapping(name, getattr(self, name)))
+        check_template_arguments(self.chat_template_kwargs or {})
         check_parallelism(self)
         given = self.accelerator_config
         for name in read_mapping("accelerator_config", given) if str(given).startswith("{") else ():
@@ -432,6 +438,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 continue
             if not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ConfigError(f"{name}={value!r} must be a finite number of at least 0.")
+        if self.dataloader_prefetch_factor == 0:
+            raise ConfigError("dataloader_prefetch_factor=0 must be at least 1. Fix: remove it for the default of 2.")
         if self.learning_rate == 0:
             logger.warning("learning_rate=0: no step changes a weight.")
         if self.label_smoothing_factor > 1:
@@ -452,6 +460,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 "option and have different values. Fix: set only one of them."
             )
         value = bool(choices[0]) if choices else True
+        for name in read_mapping("gradient_checkpointing_kwargs", self.gradient_checkpointing_kwargs) or ():
+            check_choice("gradient_checkpointing_kwargs", name, RECOMPUTING)
         if new_name:
             self.activation_checkpointing, self.gradient_checkpointing = value, None
             if self.gradient_checkpointing_kwargs is not None and self.activation_checkpointing_kwargs is None:

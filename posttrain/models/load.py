@@ -384,10 +384,11 @@ def create_model_from_path(
     try:
         with explained("model", model_id):
             model, info = loaded.from_pretrained(model_id, dtype=dtype, output_loading_info=True, **kwargs)
-    except (TypeError, AssertionError) as error:  # An unknown keyword, or a device that this torch does not support.
+    # An unknown keyword, a device that this torch does not support, or an unknown activation in config.json.
+    except (TypeError, AssertionError, KeyError) as error:
         raise ConfigError(
             f"{loaded.__name__}.from_pretrained cannot load {model_id!r} with {kwargs}: {error}. Fix: correct "
-            "model_init_kwargs."
+            "model_init_kwargs, or config.json of the model."
         ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):

@@ -285,6 +285,12 @@ def test_a_command_that_took_a_step_is_ready_and_nothing_is_written(command, tra
     assert sorted(trainable.rglob("*")) == before
 
 
+def test_warnings_of_the_config_are_counted_once(trainable, capsys):
+    assert main(["check", "sft", "--config", "sft.yaml", "--learning_rate", "0"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("learning_rate=0") == 1 and "(0 errors, 1 warnings" in out
+
+
 def test_warnings_of_the_first_step_are_shown(trainable, capsys):
     options = ["--use_peft", "true", "--lora_modules_to_save", "nothing"]
     config = Path("model/config.json")

@@ -113,6 +113,16 @@ def test_a_broken_line_in_a_folder_names_file_and_line(tmp_path):
         load_rows(str(tmp_path))
 
 
+def test_files_of_a_folder_with_other_columns_or_no_rows_are_named(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "test.jsonl").write_text('{"a": 1, "b": 2}\n')
+    with raises(DataError, "'test.jsonl': ['a', 'b'], 'train.jsonl': ['a']"):
+        load_rows(str(tmp_path))
+    (tmp_path / "test.jsonl").write_text("\n")
+    with raises(DataError, "['test.jsonl'] have no rows"):
+        load_rows(str(tmp_path))
+
+
 def test_an_empty_file_and_a_broken_array_are_named(tmp_path):
     (tmp_path / "e.jsonl").write_text("")
     with raises(DataError):

@@ -81,6 +81,7 @@ def test_rows_are_dropped_by_reason(tiny_tokenizer, caplog):
         ({"messages": [{"content": "q"}]}, "row 1: column 'messages' must be a list of messages with a role"),
         ({"messages": [{"role": "user", "content": "q"}, "a"]}, "row 1: message 1 must be a mapping with a role .* it is str"),
         ({"messages": [{"role": "user", "content": "q"}], "tools": "[{"}, "row 1: column 'tools' contains text that is not valid JSON"),
+        ({"messages": [{"role": "user", "content": "q"}], "chat_template_kwargs": {"tokenize": 1}}, "sets \\['tokenize'\\], which"),
         ({"messages": [{"role": "user", "content": "q"}], "chat_template_kwargs": "x"}, "row 1: .*must be a mapping .* str: 'x'"),
         ({"input_ids": [5, 9999]}, r"row 1: column 'input_ids' contains the id 9999, but the tokenizer's ids are 0 to"),
         ({"input_ids": [5, -3]}, r"row 1: column 'input_ids' contains the id -3"),

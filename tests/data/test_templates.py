@@ -659,6 +659,13 @@ def test_lost_reasoning_and_tool_calls_are_fatal_in_trained_turns_only(tiny_toke
     assert codes(tiny_tokenizer, {"prompt": [USER, thinking, MORE], "completion": [LAST]}) == {}
 
 
+def test_tools_that_the_template_does_not_show_are_reported(tiny_tokenizer):
+    tool = {"type": "function", "function": {"name": "zq_find", "parameters": {"type": "object", "properties": {}}}}
+    assert codes(tiny_tokenizer, ROW | {"tools": [tool]}) == {"PT-K120": "warning"}
+    named = {"role": "system", "content": "Call zq_find."}
+    assert codes(tiny_tokenizer, {"messages": [named, *ROW["messages"]], "tools": [tool]}) == {}
+
+
 def test_an_eos_that_does_not_end_turns_is_told(tiny_tokenizer):
     tiny_tokenizer.eos_token = "<|endoftext|>"
     assert codes(tiny_tokenizer, ROW) == {"PT-K113": "warning"}

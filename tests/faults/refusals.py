@@ -74,8 +74,9 @@ REFUSED: dict[str, Refused] = {
     "methods/config.py PictureConfig.__post_init__ 1": ("sft", {"image_fit": "resize", "max_length": NULL}),
     "methods/config.py PostTrainingConfig.__post_init__ 1": ("sft", {"load_best_model_at_end": True, "save_strategy": "no"}),
     "methods/config.py PostTrainingConfig._check_numbers 1": ("sft", {"learning_rate": -1.0}),
-    "methods/config.py PostTrainingConfig._check_numbers 2": ("sft", {"label_smoothing_factor": 2.0}),
-    "methods/config.py PostTrainingConfig._check_numbers 3": ("sft", {"max_steps": 0}),
+    "methods/config.py PostTrainingConfig._check_numbers 3": ("sft", {"label_smoothing_factor": 2.0}),
+    "methods/config.py PostTrainingConfig._check_numbers 4": ("sft", {"max_steps": 0}),
+    "methods/config.py PostTrainingConfig._check_numbers 2": ("sft", {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 0}),
     "methods/config.py PostTrainingConfig._resolve_batch_size 1": ("sft", {"per_device_train_batch_size": "large"}),
     "methods/config.py PostTrainingConfig._resolve_batch_size 2": ("sft", {"per_device_train_batch_size": 0}),
     "methods/config.py PostTrainingConfig._resolve_checkpointing 1": (

@@ -194,6 +194,12 @@ def test_a_silenced_finding_stops_nothing_and_is_kept_with_its_reason(tiny_token
         ({"learning_rate": float("nan")}, "learning_rate=nan must be a finite number"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1 must be a finite number of at least 0"),
         ({"label_smoothing_factor": float("nan")}, "label_smoothing_factor=nan must be a finite number"),
+        ({"dataloader_num_workers": 1, "dataloader_prefetch_factor": 0}, "prefetch_factor=0 must be at least 1"),
+        (
+            {"gradient_checkpointing_kwargs": {"use_rentrant": True}},
+            "'use_rentrant' is not known \\(did you mean 'use_r",
+        ),
+        ({"gradient_checkpointing_kwargs": '{"nope": 1}'}, "gradient_checkpointing_kwargs='nope' is not known"),
         ({"label_smoothing_factor": 2.0}, "label_smoothing_factor=2.0 must be from 0 to 1"),
         ({"neftune_noise_alpha": -5.0}, "neftune_noise_alpha=-5.0 must be a finite number of at least 0"),
         ({"max_steps": 0}, "max_steps=0 and num_train_epochs=3.0 give a run without steps"),

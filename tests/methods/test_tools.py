@@ -9,6 +9,7 @@ import torch
 from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, RolloutError, ScriptedEngine
 from posttrain.data.chat import with_template
 from posttrain.data.templates import FAMILIES, training_template
+from posttrain.errors import ArgumentTypeError
 from posttrain.loop import rollout
 from tests.conftest import build_model
 from tests.methods.helpers import grpo_args, prompts, weights
@@ -486,6 +487,11 @@ def test_what_cannot_work_with_tools_is_refused(tokenizer, tiny_tokenizer, tmp_p
         trainer_of(tmp_path, tokenizer, engine, keys={"environment_factory": Walk, "tools": [Walk().move]})
     with raises(ConfigError, "rollout_func"):
         trainer_of(tmp_path, tokenizer, engine, keys={"tools": [double], "rollout_func": print})
+    with raises(
+        ArgumentTypeError,
+        "rollout_func is called with two arguments (prompts, trainer), but its signature is (completions)",
+    ):
+        trainer_of(tmp_path, tokenizer, engine, keys={"rollout_func": lambda completions: {}})
     for name, value in {
         "max_tool_calling_iterations": -2, "max_tool_output_tokens": 0, "tool_workers": -1, "tool_timeout": 0.0,
         "environment_retries": -1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import json
 import math
 import time
@@ -13,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from transformers import PreTrainedTokenizerBase
 
-from posttrain.data.chat import encode, one_bos, open_end, render, render_prompt, tool_call
+from posttrain.data.chat import encode, one_bos, open_end, render_prompt, reserved_arguments, tool_call
 from posttrain.data.responses import add_response_schema, parse_response
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import BadRequest, DataError, ModelError, RolloutError
@@ -35,12 +33,7 @@ MOST_CHOICES = 128
 # context length is unknown, the maximum is MOST_BYTES.
 MOST_BYTES, LEAST_BYTES, BYTES_PER_TOKEN = 16 * 2**20, 2**20, 32
 # Arguments of the chat template that a request must not set, because the endpoint sets them.
-OUR_OWN = {
-    name
-    for function in (render_prompt, render, PreTrainedTokenizerBase.apply_chat_template)
-    for name, parameter in inspect.signature(function).parameters.items()
-    if parameter.kind is not parameter.VAR_KEYWORD and name != "documents"
-}
+OUR_OWN = reserved_arguments() | {"chat_template"}
 # Keys of a message that the endpoint does not support. They are rejected, because a key that is silently ignored could change
 # the samples.
 UNREAD = ("function_call", "audio")

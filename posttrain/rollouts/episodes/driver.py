@@ -132,6 +132,11 @@ class EpisodeDriver:
             )
         if function is not None and not callable(function):
             raise ArgumentTypeError(f"rollout_func must be callable, but is {type(function).__name__}.")
+        if function is not None and not _accepts(function, 2):
+            raise ArgumentTypeError(
+                f"rollout_func is called with two arguments (prompts, trainer), but its signature is "
+                f"{inspect.signature(function)}. Fix: def rollout_func(prompts, trainer)."
+            )
         self.setup, self.tokenizer = setup, None
         self.reader: PictureProcessor | None = None
         self.harness: Any = None
@@ -386,6 +391,17 @@ def custom_rollouts(
 
 class _Bad(RolloutError, ValueError):
     """Error for an invalid result of a rollout function."""
+
+
+def _accepts(function: Callable, count: int) -> bool:
+    """Return False if a function cannot be called with ``count`` positional arguments. Signatures of C functions are unknown."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:
+        pass
+    return True
 
 
 def for_trainer(function: Callable, trainer: Any) -> Callable[[list[Any]], Any]:
