@@ -210,11 +210,8 @@ class Checkup:
     def _model(self) -> str:
         from posttrain.checks.machine import check_precision
         from posttrain.methods.config import sequence_parallel
-        from posttrain.models.quantised import check_quantised
 
         subject, model_args = self.subject, self.subject.model_args
-        adapter = model_args if model_args.use_peft else None
-        check_quantised(subject.source, subject.config, adapter, None)
         config = self.known["model_config"] = subject.model_config
         loaded = copy.deepcopy(config)
         if backend := dict(subject.config.model_init_kwargs or {}).get("attn_implementation"):
@@ -338,9 +335,9 @@ class Checkup:
 
     def _start(self) -> str:
         """Create the trainer in the same way as the command, and run one step and one evaluation batch in a temporary
-        folder.
+        folder. With ``--no-model``, stop before the model is loaded.
         """
-        if not self.tries_step or self.refused:
+        if self.refused:
             return ""
         from posttrain.loop.checkpoint import resolve_resume
         from posttrain.loop.dry_step import refuse_auto_batch_size
@@ -357,18 +354,24 @@ class Checkup:
             raise ConfigError(
                 f"sp_size={size} does not divide the command's {world} processes. Fix: pass --num_processes {size}."
             )
-        if launch or size > 1:
-            return "not tried, because the command needs several processes"
         script_args, config, model_args, mixture = train.parse(self.command, self.tokens)[0]
-        if config.use_vllm or self.subject.method.traits.workers_sample:
-            return "not tried, because the engine runs in other processes"
+        untried = ""
+        if launch or size > 1:
+            untried = "not tried, because the command needs several processes"
+        elif config.use_vllm or self.subject.method.traits.workers_sample:
+            untried = "not tried, because the engine runs in other processes"
         resume = resolve_resume(train.resume_from(config), config.output_dir)
         with (
             tempfile.TemporaryDirectory() as folder,
             contextlib.redirect_stdout(io.StringIO()),
         ):
             config.output_dir, config.push_to_hub = folder, False
-            trainer = train.make_trainer(self.command, script_args, config, model_args, mixture)
+            tries = self.tries_step and not untried
+            kind = self.subject.kind if tries else without_model(self.subject.kind)
+            try:
+                trainer = train.make_trainer(self.command, script_args, config, model_args, mixture, kind=kind)
+            except ModelIsNextError:
+                return untried or "everything before the model is loaded"
             try_step(trainer, resume)
         # Skip findings about the temporary folder, and findings about completions, because the trial step samples only short
         # completions.
@@ -414,6 +417,19 @@ def only_warnings() -> Iterator[BufferingHandler]:
             stack.enter_context(with_attributes(logging.getLogger(name), {"handlers": [handler], "propagate": False}))
         stack.enter_context(no_progress_bars())
         yield collected
+
+
+class ModelIsNextError(Exception):
+    """The data of a run is prepared, and its model would be loaded next."""
+
+
+def without_model(kind: type[Any]) -> type[Any]:
+    """Return a subclass of a trainer that raises `ModelIsNextError` instead of loading its model."""
+
+    def load_model(self: Any, model_id: str, **kwargs: Any) -> Any:
+        raise ModelIsNextError(model_id)
+
+    return type(kind.__name__, (kind,), {"load_model": load_model, "__module__": kind.__module__})
 
 
 def try_step(trainer: Any, resume: str | None = None) -> None:

@@ -324,8 +324,18 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     return interrupted
 
 
-def make_trainer(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> Any:
+def make_trainer(
+    name: str, script_args: Any, config: Any, model_args: Any, mixture: Any, *, kind: Callable[..., Any] | None = None
+) -> Any:
     """Load the data and the model, and return the trainer of a command.
+
+    Args:
+        name: Name of the command.
+        script_args: Arguments about the data.
+        config: Config of the trainer.
+        model_args: Arguments about the model.
+        mixture: Datasets of a mixture.
+        kind: Trainer class. None: the class of the command.
 
     Raises:
         ConfigError: ``eval_strategy`` needs a split that the data lacks.
@@ -347,7 +357,7 @@ def make_trainer(name: str, script_args: Any, config: Any, model_args: Any, mixt
             f"{sorted(data)}. Fix: set dataset_test_split or test_split_size, or set eval_strategy to 'no'."
         )
     extra = _parts(script_args, config)
-    trainer = TRAINING[name].trainer(
+    trainer = (kind or TRAINING[name].trainer)(
         model=model,
         args=config,
         train_dataset=data.get(_train_split(script_args, mixture)),

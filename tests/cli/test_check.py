@@ -55,6 +55,16 @@ def test_a_command_that_would_train_is_ready_and_nothing_is_written(folder, caps
     assert len(out.splitlines()) < 40
 
 
+def test_what_a_start_refuses_before_its_model_is_refused_without_the_model(folder, capsys):
+    code, found = checked(
+        capsys, "sft", "--config", "sft.yaml", "--dataloader_drop_last", "true", "--per_device_train_batch_size", "16"
+    )
+    start = found["stages"][-1]
+    assert (
+        code == 78 and start["name"] == "start" and "dataloader_drop_last=True drops the only batch" in start["error"]
+    )
+
+
 def test_null_in_a_file_leaves_report_to_at_its_default(folder, capsys):
     config = Path("sft.yaml")
     config.write_text(config.read_text().replace("report_to: none", "report_to: null"))
@@ -93,7 +103,7 @@ def test_a_share_of_one_file_is_its_test_split(folder, capsys):
 def test_json_holds_every_check_with_its_seconds(folder, capsys):
     code, found = checked(capsys, "sft", "--config", "sft.yaml")
     assert code == 0 and not found["refused"] and [stage["name"] for stage in found["stages"]] == [
-        "config", "model", "tokenizer", "data", "settings", "rows",
+        "config", "model", "tokenizer", "data", "settings", "rows", "start",
     ]  # fmt: skip
     ran = {row["code"]: row for row in found["checks"] if row["runs"]}
     assert {"PT-D001", "PT-D030"} <= set(ran) and all(row["seconds"] >= 0 for row in ran.values())
