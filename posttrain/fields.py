@@ -93,6 +93,10 @@ def config(cls: type[T]) -> type[T]:
     made: Any = dataclass(cls)
     made.__init__ = accepting(made.__init__)
     made.__getattr__ = _old_attribute
+    # `help` and the tooltips of notebooks display this list of options: the options of this class, and then inherited ones.
+    options = sorted(fields(made), key=lambda option: option.name not in vars(cls).get("__annotations__", {}))
+    listed = [f"    {option.name}: {option.metadata['help']}" for option in options if "help" in option.metadata]
+    made.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", "Args:", *listed])
     return made
 
 

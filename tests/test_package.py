@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import inspect
 import pkgutil
 import re
@@ -194,3 +195,10 @@ def test_every_choice_of_the_config_is_a_row_of_its_table():
     hints = typing.get_type_hints(GRPOConfig)
     assert typing.get_args(hints["loss_type"]) == tuple(LOSS_TYPES)
     assert set(typing.get_args(typing.get_args(typing.get_type_hints(SFTConfig)["loss_type"])[0])) == set(LOSSES)
+
+
+def test_help_documents_every_field_of_a_config():
+    for name in ("GRPOConfig", "SFTConfig", "DPOConfig", "PPOConfig", "RewardConfig", "GKDConfig"):
+        kind = getattr(posttrain, name)
+        missing = [item.name for item in dataclasses.fields(kind) if f"\n    {item.name}: " not in kind.__doc__]
+        assert not missing and kind.__doc__.count("\nArgs:") == 1

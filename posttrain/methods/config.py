@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from contextvars import ContextVar
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -367,14 +367,6 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = [
-            f"    {k}: {v.metadata['help']}"
-            for k, v in vars(cls).items()
-            if isinstance(v, Field) and "help" in v.metadata
-        ]
-        # `help` and the tooltips of notebooks display this list of options.
-        if own and cls.__doc__:
-            cls.__doc__ = "\n".join([cls.__doc__.rstrip(), "", "Args:", *own])
         # Use a short repr. The repr of a dataclass would list all of about 200 fields.
         cls.__repr__ = cls.__str__ = PostTrainingConfig.__repr__
 
