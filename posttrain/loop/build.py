@@ -297,6 +297,7 @@ def build(
     parallel.shard_present_layers(accelerator, model)
     planned.vision.check_shards(model, accelerator)
     chosen = choose_layout(model, args) if layout is None else layout(model)
+    load.check_saved_config(model)
     activate(None)  # Deactivate the sequence-parallel group of an earlier trainer.
     if (extension := sequence_parallel(args)) is not None:
         about = {"supported": method.traits.splits_tokens, "name": spec.name}

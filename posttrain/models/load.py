@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import safetensors
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -395,8 +396,9 @@ def create_model_from_path(
             raise
         labels = f", with num_labels={kwargs['num_labels']}" if "num_labels" in kwargs else ""
         raise ModelError(
-            f"weights of the checkpoint {model_id!r} have other shapes than {loaded.__name__} has by its config.json{labels}. "
-            "Fix: use the config.json that belongs to the checkpoint, or a checkpoint with this number of labels."
+            f"weights of the checkpoint {model_id!r} have other shapes than {loaded.__name__} has by its config.json and "
+            f"model_init_kwargs{labels}. Fix: use the config.json that belongs to the checkpoint, and remove sizes from "
+            "model_init_kwargs."
         ) from error
     except safetensors.SafetensorError as error:
         raise ModelError(
@@ -842,6 +844,27 @@ def check_saved_settings(tokenizer: Tokenizer) -> None:
                 f"the tokenizer has the setting {name}={value!r:.80}, which save_pretrained cannot write as JSON, so the "
                 f"first checkpoint would fail. Fix: load the tokenizer without {name}."
             ) from None
+
+
+def check_saved_config(model: nn.Module) -> None:
+    """Raise an error if ``save_pretrained`` would reject the model's config, so that the first checkpoint would fail.
+
+    Raises:
+        ConfigError: The config is not valid, or requests attention weights, which training does not compute.
+    """
+    config = config_of(model)
+    if getattr(config, "output_attentions", False):
+        raise ConfigError(
+            "the model's config sets output_attentions=True, which training does not support. Fix: remove it."
+        )
+    try:
+        getattr(config, "validate", lambda: None)()
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        cause = str(error.__cause__ or error).rstrip(".") + "."
+        raise ConfigError(
+            f"save_pretrained would reject the model's config, so no checkpoint could be saved: {cause} Fix: correct "
+            "model_init_kwargs, or config.json of the model."
+        ) from error
 
 
 def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:

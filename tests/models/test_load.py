@@ -7,7 +7,7 @@ import transformers
 from tokenizers import AddedToken
 
 import posttrain
-from posttrain import ConfigError, ModelError, SFTConfig, create_model_from_path
+from posttrain import ConfigError, ModelError, SFTConfig, SFTTrainer, create_model_from_path
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.models.load import add_adapter, check_model_source, load_classifier, prepare_tokenizer
 from posttrain.models.probe import probe_layout
@@ -209,3 +209,24 @@ def test_a_reward_model_needs_a_head_with_one_label(tiny_model_dir, tmp_path):
         load_classifier(str(tmp_path), num_labels=1)
     with raises(ModelError, "have other shapes than", "with num_labels=1"):
         ModelReward(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_hidden_layers": 1}, "save_pretrained would reject the model's config"),
+        ({"output_attentions": True, "attn_implementation": "eager"}, "sets output_attentions=True, which training"),
+    ],
+)
+def test_a_config_that_no_checkpoint_could_hold_is_refused(settings, message, tiny_tokenizer, tmp_path):
+    config = transformers.Qwen2Config(
+        vocab_size=len(tiny_tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    args = SFTConfig(str(tmp_path), use_cpu=True, report_to=[], model_init_kwargs=settings)
+    with pytest.raises(ConfigError, match=message):
+        SFTTrainer(
+            str(tmp_path / "model"), args, train_dataset=datasets.Dataset.from_dict({"text": ["a b c"] * 8}),
+            processing_class=tiny_tokenizer,
+        )  # fmt: skip
