@@ -455,7 +455,7 @@ def split_off(rows: Any, size: float, seed: int) -> Any:
     if isinstance(rows, datasets.IterableDataset):
         raise ConfigError(
             f"test_split_size={size} needs the number of rows, which is unknown with streaming. Fix: remove test_split_size, "
-            "or set streaming=False."
+            "or do not stream the dataset."
         )
     try:
         return rows.train_test_split(test_size=size, seed=seed)
@@ -474,8 +474,8 @@ def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:
         )
     if mixture.streaming:
         raise ConfigError(
-            "fraction needs the lengths of the datasets, which are unknown with streaming=True. Fix: remove fraction, or set "
-            "streaming=False."
+            "fraction needs the lengths of the datasets, which are unknown with streaming=True. Fix: remove fraction, or do "
+            "not stream the datasets."
         )
     if any(f < 0 or not math.isfinite(f) for f in fractions) or sum(fractions) == 0:
         raise ConfigError(

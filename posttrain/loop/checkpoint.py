@@ -286,7 +286,7 @@ SCHEDULE = "the first step uses the learning rate of the checkpoint's schedule, 
 KEPT_SETTINGS = {
     "learning_rate": OPTIMIZERS, "weight_decay": OPTIMIZERS, "adam_beta1": OPTIMIZERS, "adam_beta2": OPTIMIZERS,
     "adam_epsilon": OPTIMIZERS, "seed": ORDER, "data_seed": ORDER, "max_steps": SCHEDULE, "lr_scheduler_type": SCHEDULE,
-    "warmup_steps": SCHEDULE,
+    "warmup_steps": SCHEDULE, "shuffle_dataset": ORDER, "train_sampling_strategy": ORDER, "packing": ORDER, "num_generations": ORDER,
 }  # fmt: skip
 
 
@@ -294,7 +294,8 @@ def settings(args: TrainingArguments, max_steps: int) -> dict[str, object]:
     """Return the settings that a resumed run should share with its checkpoint. ``max_steps`` is computed from the
     epochs if these were given.
     """
-    return {name: _written(vars(args)[name]) for name in (*KEPT_SETTINGS, "optim")} | {"max_steps": max_steps}
+    values = {name: getattr(args, name, None) for name in (*KEPT_SETTINGS, "optim")} | {"max_steps": max_steps}
+    return {name: _written(value) for name, value in values.items()}
 
 
 def refuse_other_run(state: Mapping[str, Any], method: str, optimizer: object) -> None:
@@ -376,9 +377,11 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
 
 
 def rows_fingerprint(dataset: object) -> str | None:
-    """Return the number of rows and a hash of 32 evenly spaced rows. None for a stream, and for rows that are computed
-    on access.
+    """Return the number of rows and a hash of 32 evenly spaced rows, or ``"a stream"``. None for rows that are computed on
+    access.
     """
+    if isinstance(dataset, IterableDataset):
+        return "a stream"
     known = isinstance(dataset, list) or (isinstance(dataset, Dataset) and dataset.format["type"] != "custom")
     if not known:
         return None

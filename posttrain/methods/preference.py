@@ -190,13 +190,15 @@ def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -
             "rows contain only good or only bad answers. Fix: remove train_sampling_strategy, or shuffle the dataset.",
             longest, SORTED, args.per_device_train_batch_size,
         )  # fmt: skip
-    _check_balance(sum(good), len(good) - sum(good), args.desirable_weight, args.undesirable_weight)
+    weights = (args.desirable_weight, args.undesirable_weight) if "desirable_weight" in vars(args) else (0.0, 0.0)
+    _check_balance(sum(good), len(good) - sum(good), *weights)
 
 
 def _check_balance(good: int, bad: int, good_weight: float, bad_weight: float) -> None:
     if good == 0 or bad == 0:
         logger.warning("all %d labels are %s, but training needs good and bad answers.", good + bad, good > 0)
-    # A weight of 0 causes no warning, because the user has excluded good or bad answers on purpose.
+        return
+    # A weight of 0 causes no warning, because the user has excluded good or bad answers on purpose. BCO has no weights.
     if good == bad or 0 in (good_weight, bad_weight):
         return
     ratio = max(good, 1) * good_weight / (max(bad, 1) * bad_weight)

@@ -406,7 +406,9 @@ def create_model_from_path(
         ) from error
     # Under ZeRO-3, transformers does not list all keys. Buffers that are not in the checkpoint are computed, not random.
     if (architecture is None or not new_head) and not is_deepspeed_zero3_enabled():
-        missing = sorted(info["missing_keys"] & dict(model.named_parameters()).keys())
+        # With ignore_mismatched_sizes=True, parameters whose shape differs from the checkpoint's are random too.
+        lost = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
+        missing = sorted(lost & dict(model.named_parameters()).keys())
         _refuse_missing(model_id, missing, scores=architecture is not None)
     if unused := sorted(map(str, info["unexpected_keys"])):
         logger.warning(
@@ -555,28 +557,45 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     import peft
 
     targets: Any = vars(peft_config).get("target_modules")
-    names = [f".{name}" for name, _ in model.named_modules()]
+    names = [f".{name}" for name, _ in (*model.named_modules(), *model.named_parameters())]
     try:
         with warnings.catch_warnings():
             # Ignore this warning, because peft uses a deprecated property of transformers.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted = peft.get_peft_model(model, peft_config)
-    # LoftQ raises an AssertionError on a machine without GPU.
-    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError, AssertionError) as error:
+    # peft has no error class of its own. For example, LoftQ raises an AssertionError on a machine without GPU.
+    except Exception as error:
         listed = targets if isinstance(targets, list | set) else ()
         matched = any(name.endswith(f".{target}") for target in listed for name in names)
         if matched or "not found in the base model" not in str(error):
+            change = "its target_modules, target_parameters or init_lora_weights"
+            if peft_config.is_prompt_learning and peft_config.task_type is None:
+                change = "set task_type='CAUSAL_LM'"
             raise ConfigError(
                 f"peft cannot add the {adapter_kind(peft_config)} adapter of peft_config to {type(model).__name__}: "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. Fix: change peft_config, e.g. its target_modules, "
-                "target_parameters or init_lora_weights."
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Fix: change peft_config, e.g. {change}."
             ) from error
-        linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+        parts = {name.rsplit(".", 1)[-1]: part for name, part in model.named_modules() if not list(part.children())}
+        linear = {name for name, part in parts.items() if isinstance(part, torch.nn.Linear)}
+        of_linear = adapter_kind(peft_config) not in ("LN_TUNING", "TRAINABLE_TOKENS")
+        fix = "use some of these names" + (", or target_modules='all-linear'" if of_linear else "")
+        if isinstance(targets, str) and targets in parts:
+            fix = f"a string is a regular expression for whole names, so write target_modules=[{targets!r}]"
         raise ConfigError(
-            f"target_modules={targets!r} of peft_config match no module of {type(model).__name__}, whose linear layers are "
-            f"named {sorted(linear)}. Fix: use some of these names, or target_modules='all-linear'."
+            f"target_modules={targets!r} of peft_config match no module of {type(model).__name__}, whose "
+            f"{'linear layers' if of_linear else 'layers'} are named {sorted(linear if of_linear else parts)}. Fix: {fix}."
         ) from error
-    for name, what in (("target_modules", "get no adapter"), ("modules_to_save", "are not trained")):
+    if vars(peft_config).get("init_lora_weights") == "eva":
+        logger.warning(
+            "init_lora_weights='eva' is trained like ordinary LoRA until peft.initialize_lora_eva_weights was called. Call it "
+            "on the model of peft.get_peft_model, and pass this model to the trainer."
+        )
+    effects = {
+        "target_modules": "get no adapter",
+        "target_parameters": "get no adapter",
+        "modules_to_save": "are not trained",
+    }
+    for name, what in effects.items():
         listed = vars(peft_config).get(name)
         listed = listed if isinstance(listed, list | set | tuple) else ()
         if unmatched := sorted(target for target in listed if not any(n.endswith(f".{target}") for n in names)):
@@ -608,6 +627,7 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
                 "peft_config is set, but the model is already a PeftModel. Fix: remove peft_config to continue training its "
                 "adapter, or call model.merge_and_unload() first to start a new adapter."
             )
+        _check_kind(peft_config)
         model = add_adapter(model, peft_config)
     if isinstance(model, peft.PeftMixedModel):
         raise ConfigError("a peft.PeftMixedModel cannot be trained. Fix: pass the model of peft.get_peft_model.")
@@ -773,9 +793,8 @@ def _check_recurrent_layers(model: Module, moved: bool) -> None:
     logger.warning("%s. Set exclude_modules=%s in peft_config to exclude it.", what, names)
 
 
-def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
-    """Raise an error for an adapter that would not train, or that would fail later with an unclear error."""
-    config = model.active_peft_config
+def _check_kind(config: PeftConfig) -> None:
+    """Raise an error for a peft method, or one of its options, that this library does not implement."""
     kind = adapter_kind(config)
     needs = {f"{kind} adapters need": NEEDS_MORE[kind]} if kind in NEEDS_MORE else {}
     for name, need in NEEDS_MORE_WITH.items():
@@ -783,6 +802,13 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             needs[f"{kind} adapters with {name}={value!r} need"] = need
     for what, need in needs.items():
         raise ConfigError(f"{what} {need}, which is not implemented. Fix: use LoRA, or another peft method.")
+
+
+def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
+    """Raise an error for an adapter that would not train, or that would fail later with an unclear error."""
+    config = model.active_peft_config
+    kind = adapter_kind(config)
+    _check_kind(config)
     if (start := str(vars(config).get("init_lora_weights"))).startswith(UNREPEATABLE_STARTS):
         raise ConfigError(
             f"init_lora_weights={start!r} subtracts random initial values of the adapter from the base weights. A saved "

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from posttrain.data.forest import Layout, collate
-from posttrain.errors import ModelError
+from posttrain.errors import ConfigError, ModelError, PosttrainError
 from posttrain.models import tree_attention
 from posttrain.models.architecture import (
     attention_name,
@@ -508,8 +508,17 @@ def probe_head(model: Module) -> None:
     if score_layer(inner) is not None:
         return
     rows = [_probe_rows(model.config.get_text_config().vocab_size)[1]]
-    with evaluating(model):
-        fault = _layout_fault(model, rows, Layout("padded", row_tokens=512))
+    try:
+        with evaluating(model):
+            fault = _layout_fault(model, rows, Layout("padded", row_tokens=512))
+    except Exception as error:
+        adapter = getattr(model, "active_peft_config", None)
+        if adapter is None or isinstance(error, PosttrainError | torch.OutOfMemoryError):
+            raise
+        raise ConfigError(
+            f"the {str(adapter.peft_type).rpartition('.')[2]} adapter cannot run on {type(inner).__name__}: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. Fix: use LoRA, or another peft method."
+        ) from error
     if fault:
         inner.own_logits = True
         logger.warning(

@@ -46,7 +46,7 @@ def _native(model: nn.Module, pad_token_id: int, cache: str | None, products: Pr
     if reason is not None:
         raise ConfigError(
             f"rollout_engine='native' does not compute {type(causal_lm(model)).__name__} exactly: {reason}. Fix: set "
-            "rollout_engine='hf', or 'auto', which selects an exact engine."
+            "rollout_engine='hf', or 'auto', which selects an exact engine (posttrain serve: --engine hf)."
         )
     return NativeEngine(model, pad_token_id=pad_token_id, products=products)
 

@@ -381,6 +381,7 @@ NO_CONFIG: dict[str, str] = {
     "methods/preference.py AnswerMethod.reference_logp": "evaluation of another dataset, by Python code",
     "models/load.py _check_adapter": ADAPTER,
     "models/load.py _check_tied_layers": ADAPTER,
+    "models/load.py check_saved_config 1": "output_attentions of another attention is refused by transformers first",
     "models/load.py check_distributed": PROCESSES,
     "models/load.py check_saved_settings": "a setting that JSON cannot hold, and tokenizers of commands are read from JSON",
     "models/load.py add_adapter 3": PYTHON + ": layer_replication",

@@ -230,3 +230,12 @@ def test_a_config_that_no_checkpoint_could_hold_is_refused(settings, message, ti
             str(tmp_path / "model"), args, train_dataset=datasets.Dataset.from_dict({"text": ["a b c"] * 8}),
             processing_class=tiny_tokenizer,
         )  # fmt: skip
+
+
+def test_parameters_of_another_shape_are_refused_as_missing(tmp_path):
+    config = transformers.Qwen2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"has no weights for model.layers.0.mlp"):
+        create_model_from_path(str(tmp_path), intermediate_size=8, ignore_mismatched_sizes=True)

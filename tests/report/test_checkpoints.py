@@ -519,6 +519,8 @@ def test_a_resumed_step_of_another_number_of_rows_is_told_with_both(
         ({"weight_decay": 0.1}, "weight_decay=0.1 (the checkpoint's: 0.0): the optimizer continues"),
         ({"adam_beta1": 0.8, "adam_beta2": 0.9}, "adam_beta1=0.8 (the checkpoint's: 0.9), adam_beta2=0.9 (the checkpoint's: 0.999)"),
         ({"seed": 7}, "seed=7 (the checkpoint's: 42): rows come in a different order"),
+        ({"shuffle_dataset": True}, "shuffle_dataset=True (the checkpoint's: False): rows come in a different order"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy=sequential (the checkpoint's: random): rows come"),
         ({"data_seed": 7}, "data_seed=7 (the checkpoint's: None): rows come in a different order"),
         ({"max_steps": 3}, "max_steps=3 (the checkpoint's: 2): the first step uses the learning rate of the checkpoint's schedule"),
         ({}, None),

@@ -241,3 +241,33 @@ def test_without_a_compiler_or_with_a_broken_one_torch_computes(fresh, monkeypat
     with caplog.at_level("INFO", logger=building.__name__):
         assert building.compiled(SIZE) is None
     assert "no such option" in caplog.text and not list((fresh / "posttrain" / "compiled").iterdir())
+
+
+def test_the_default_dtype_of_the_process_changes_no_completion():
+    """Compiled functions read float32 memory. Memory of the default dtype would be too small in half precision."""
+    model, found = build_model(40, num_hidden_layers=2).eval(), []
+    requests = [Request(list(range(1, 30)), 4), Request([8], 2)]
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            sampled = NativeEngine(model, pad_token_id=0).generate(
+                requests, Sampling(24, seed=0, logit_bias=((3, 0.3),))
+            )
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append([(one.token_ids, one.logp) for one in sampled])
+    assert found[0] == found[1]
+
+
+def test_temporary_memory_of_a_step_is_float32_in_a_process_with_another_default():
+    store = stored([4, 4], [1, 1, 1], [0, 1, 0], 2)
+    plan = fused.Plan.of(store.groups, 2, 1)
+    layer = fused.Layer(
+        build_model(40, hidden_size=4 * SIZE, num_attention_heads=4, num_key_value_heads=2).model.layers[0], Packed()
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        _, each = layer.step(plan, store, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert plan.scratch.dtype == torch.float32 and plan.scratch.numel() >= each

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.checks.registry import finding
-from posttrain.errors import WeightSyncError
+from posttrain.errors import BadRequest, WeightSyncError
 from posttrain.models.heads import causal_lm
 from posttrain.types import Finding, Sampling
 
@@ -171,8 +171,9 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     settings = [Sampling(1, temperature, top_logps=PROBE_TOP) for temperature in (0.5, 1.0)]
     try:
         choices = [client.complete([prompt], seeds=[0], **sampling_body(setting))[0] for setting in settings]
-    except WeightSyncError:
-        # A server cannot sample before the first push if its weights are incomplete, so skip the check.
+    except (WeightSyncError, BadRequest):
+        # Skip the check if the server cannot sample before the first push, because its weights are incomplete, or if its
+        # engine returns only the log-prob of the sampled token.
         return
     pairs = [{i: v for i, v in ranked(choice)[0] if math.isfinite(v)} for choice in choices]
     common = pairs[0].keys() & pairs[1].keys()

@@ -337,7 +337,9 @@ class Store:
             if chunk is not None:
                 hidden = [h | (now // chunk != place // chunk) for h, place in zip(hidden, places, strict=True)]
             whole = torch.cat(hidden, 1)
-            self.unseen[sight] = torch.zeros(whole.shape, device=device).masked_fill_(whole, -torch.inf)[:, None, None]
+            self.unseen[sight] = torch.zeros(whole.shape, dtype=torch.float32, device=device).masked_fill_(
+                whole, -torch.inf
+            )[:, None, None]
         return self.unseen[sight]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

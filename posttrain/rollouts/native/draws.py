@@ -54,7 +54,7 @@ def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: 
     if sampling.logit_bias:
         ids, added = zip(*sampling.logit_bias, strict=True)
         scale = sampling.temperature or 1.0
-        x[:, torch.tensor(ids, device=x.device)] += torch.tensor(added, device=x.device) / scale
+        x[:, torch.tensor(ids, device=x.device)] += x.new_tensor(added) / scale
     if sampling.min_new_tokens:
         stops = list(sampling.stop_token_ids)
         x = _forbid(x, [stops if count < sampling.min_new_tokens else [] for count in written])

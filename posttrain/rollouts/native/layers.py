@@ -313,7 +313,7 @@ class Plan:
     most: int
     place: Tensor
     blocks: dict[int, Any] = field(default_factory=dict)
-    scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+    scratch: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
     step: Step | None = None
     lengths: Tensor | None = None
 
@@ -462,7 +462,7 @@ class Layer:
         each = plan.most * self.heads // self.kv * (longest + 2 * self.size)
         if plan.lengths is not store.lengths or plan.step is None:
             if plan.scratch.numel() < threads * each:
-                plan.scratch = torch.empty(2 * threads * each)
+                plan.scratch = torch.empty(2 * threads * each, dtype=torch.float32)
             plan.lengths = store.lengths
             tensors = (plan.begins, plan.order, store.prefix, store.lengths, plan.place, plan.scratch)
             sizes = (self.heads, self.kv, store.shared, longest, 0, len(plan.begins) - 1)
