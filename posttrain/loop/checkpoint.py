@@ -63,8 +63,8 @@ def staging(folder: Path, step: int, run: str) -> Path:
 
 
 def publish(part: Path, final: Path, run: str) -> None:
-    """Flush ``part`` to disk and rename it to ``final``. An existing checkpoint of this run is replaced; one of another
-    run is kept under another name.
+    """Flush ``part`` to disk and rename it to ``final``. If ``final`` exists and belongs to this run, it is replaced. A
+    checkpoint of another run is renamed.
 
     Args:
         part: Folder with the written checkpoint, see `staging`.
@@ -108,12 +108,14 @@ def mark(checkpoint: Path, run: str) -> None:
 
 
 def _owner(checkpoint: Path) -> str | None:
-    """Return the id of the run that wrote a checkpoint, even an incomplete one. None if another program wrote it."""
+    """Return the id of the run that wrote a checkpoint, even an incomplete one. Return None if another program wrote
+    it.
+    """
     return (marker(checkpoint) or marker(checkpoint, BEGUN) or {}).get("run")
 
 
 def marker(checkpoint: Path, name: str = MARKER) -> dict[str, Any] | None:
-    """Return the content that `mark` wrote. None for a checkpoint without it."""
+    """Return the content of a checkpoint's marker file, which `mark` wrote. Return None if there is no such file."""
     content = read_json(checkpoint / name)
     return content if "run" in content else None
 
@@ -205,13 +207,13 @@ PIECES = ("pytorch_model_fsdp*", "global_step*")
 
 
 def refuse_unreadable(folder: Path, model: nn.Module) -> None:
-    """Raise an error if this run cannot continue from the weights or the state in a folder. Torch would fail with an
-    unclear error, or silently.
+    """Raise an error if this run cannot continue from the weights or the state in a folder. Without this check, torch
+    would raise an unclear error or fail silently.
 
     Raises:
-        CheckpointError: The folder is not a checkpoint, or its weights or state are missing. Or it holds an adapter and
-            the run trains the whole model (or the reverse), a different adapter, or an adapter whose encoder peft does
-            not save.
+        CheckpointError: The folder is not a checkpoint, or its weights or state are missing. The error is also raised
+            if only one of checkpoint and run has an adapter, if the adapters differ, or if peft does not save the
+            adapter's encoder.
     """
     whole, adapter, pieces = (
         any(path for name in kind for path in folder.glob(name)) for kind in (WHOLE, ADAPTERS, PIECES)
@@ -291,8 +293,8 @@ KEPT_SETTINGS = {
 
 
 def settings(args: TrainingArguments, max_steps: int) -> dict[str, object]:
-    """Return the settings that a resumed run should share with its checkpoint. ``max_steps`` is computed from the
-    epochs if these were given.
+    """Return the settings that a resumed run should share with its checkpoint. The argument ``max_steps`` is the
+    resolved number of steps, which may come from the number of epochs.
     """
     return {name: _written(vars(args)[name]) for name in (*KEPT_SETTINGS, "optim")} | {"max_steps": max_steps}
 
@@ -549,7 +551,7 @@ class Checkpointer:
         return self._run or self.lock.run
 
     def resolve(self, resume_from_checkpoint: Any, model: nn.Module) -> str | None:
-        """Return the checkpoint to resume from, equal on all ranks. A resumed run keeps its original run id."""
+        """Return the checkpoint to resume from. All ranks get the same result. A resumed run keeps its original run id."""
         with parallel.failing_together(self.accelerator):
             resume = resolve_resume(resume_from_checkpoint, self.args.output_dir)
             if resume:
@@ -701,13 +703,14 @@ def saved_state(folder: str | None, accelerator: Accelerator) -> dict[str, Any]:
 
 
 class Place:
-    """Position at which a run continues in its rows and its random numbers.
+    """Position in the training rows, and random states, from which a resumed run continues.
 
     `transformers` counts the rows of a stream from the start of its first pass. It restores random states after the
-    batches of the first step are drawn, and by then an online method has already sampled and scored.
+    batches of the first step were read. By then, an online method has already sampled and scored completions, so this
+    class restores them earlier.
 
     Attributes:
-        checkpoint: Checkpoint whose random states are still to be restored. None: nothing to restore.
+        checkpoint: Checkpoint whose random states must still be restored. None: they were restored, or the run is new.
         stream: Number of finished passes over the rows, micro-batches drawn in the current pass, and micro-batches of
             the last full pass (0: no pass has ended yet).
     """
@@ -718,8 +721,8 @@ class Place:
         self._iterator: Any = None
 
     def begin(self, start: tuple[int, int], dataset: AnyDataset, *, skips: bool) -> tuple[int, int]:
-        """Return the number of the pass to continue, and how many of its micro-batches to skip (0 if ``skips`` is
-        False). For a stream these are the saved ones, otherwise ``start``.
+        """Return the index of the pass to continue, and the number of its micro-batches to skip. A resumed stream uses
+        the saved position, with nothing skipped if ``skips`` is False. Otherwise, ``start`` is returned.
         """
         if self._saved is None or not isinstance(dataset, IterableDataset):
             return start
@@ -728,7 +731,9 @@ class Place:
         return self.stream[0], self.stream[1]
 
     def draw(self, iterator: Any, count: int, asked: int) -> None:
-        """Count drawn micro-batches. A new iterator begins a new pass, and fewer micro-batches than ``asked`` end it."""
+        """Count the micro-batches that were read. A new iterator begins a new pass. If fewer than ``asked`` were read,
+        the pass has ended.
+        """
         passes, drawn, length = self.stream
         if iterator is not self._iterator:
             passes, drawn = (passes, drawn) if self._iterator is None else (passes + 1, 0)
@@ -737,7 +742,7 @@ class Place:
         self.stream = [passes, drawn, drawn if count < asked else length]
 
     def epoch(self, estimate: float | None) -> float | None:
-        """Return the number of passes over the rows. Before the first pass has ended the length of a stream is unknown,
+        """Return the number of passes over the rows. Before the first pass has ended, the length of a stream is unknown
         and ``estimate`` is returned.
         """
         passes, drawn, length = self.stream

@@ -558,8 +558,8 @@ def doubtful_rows(reasons: Mapping[int, str], total: int) -> list[Finding]:
 def _about(
     code: str, severity: Severity, reasons: Mapping[int, str], total: int, verb: str, why: str, fix: str
 ) -> list[Finding]:
-    """Return a finding about rows. It contains the count of each reason and the first row numbers. The list is empty if
-    there are no such rows.
+    """Return a list with one finding about rows, or an empty list if ``reasons`` is empty. The finding contains the
+    count of each reason and the first row numbers.
     """
     if not reasons:
         return []

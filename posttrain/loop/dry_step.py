@@ -163,7 +163,7 @@ def _dry_pass(run: Run, batch: Batch) -> None:
 
 @contextmanager
 def _untouched(run: Run) -> Iterator[None]:
-    """Restore all state that a pass changes at the end of the context."""
+    """Restore, at the end of the context, all state that a forward or backward pass changes."""
     model = run.model
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]

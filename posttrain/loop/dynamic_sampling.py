@@ -54,7 +54,7 @@ class DynamicSampler:
 
     def replace(self, batch: RolloutBatch, table: RewardTable) -> tuple[RolloutBatch, RewardTable, dict[str, Metric]]:
         """Replace groups whose rewards are all equal. Each round samples one new prompt for each group that must be
-        replaced. Of the new groups, those whose rewards differ are used.
+        replaced. New groups with unequal rewards replace the old groups.
 
         All ranks compute the same plan from the rewards of all ranks. They generate the same number of whole groups and
         call each collective operation equally often.

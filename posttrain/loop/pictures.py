@@ -193,7 +193,7 @@ class Vision:
             num_proc: Number of processes.
             keep: Columns to keep.
             packs: Whether several rows are later packed, unsplit, into one row of up to ``max_length`` tokens.
-            more: The fields ``branches`` and ``begins`` of `PictureOptions`. Its other fields come from the run.
+            more: Values of the fields ``branches`` and ``begins`` of `PictureOptions`. The run sets all other fields.
 
         Returns:
             The dataset, and a report (with counts for map-style datasets). The dataset has the column ``pictures`` and

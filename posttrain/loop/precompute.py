@@ -221,7 +221,7 @@ def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
 
     Args:
         run: Run of a method that compares the policy with a reference.
-        batch: Batch of one forward pass. If its rows already contain reference sums, these are kept.
+        batch: Batch of one forward pass. Reference sums that its rows already contain are not computed again.
         own: Whether the policy before its first update is the reference if the run has no reference model.
     """
     if "ref_logps" in batch.columns or (run.reference is None and (not own or run.progress.state.global_step)):

@@ -129,7 +129,7 @@ def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> Rollout
 
     Args:
         run: Run of a trainer that samples.
-        examples: Dataset rows. Each occurs once per completion. The list may be empty.
+        examples: Dataset rows, each repeated once per completion. The list may be empty.
         mode: ``train`` or ``eval``.
     """
     online = run.online
@@ -371,7 +371,7 @@ def evaluation_batches(run: Run, examples: list[dict[str, Any]]) -> list[Batch]:
 
 
 def collated(run: Run, rows: list[Row]) -> list[Batch]:
-    """Collate rows into forward passes. There are none if ``rows`` is empty."""
+    """Collate rows into the batches of forward passes. Return an empty list if ``rows`` is empty."""
     return run.collate(rows) if rows else []
 
 

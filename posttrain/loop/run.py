@@ -75,13 +75,13 @@ class Hooks:
 
 @dataclass
 class Progress:
-    """State that changes during a run. Of it, checkpoints store the trainer state, the counters and the method's state.
+    """State that changes during a run. Checkpoints store the trainer state, the counters and the method's state.
 
     Attributes:
         model: The policy.
-        wrapped: The policy with the wrappers of the run, e.g. DDP.
+        wrapped: The policy with wrappers such as DDP.
         state: Steps, epochs and log lines so far.
-        own: State that the method keeps from step to step; see `State.own`.
+        own: State of the method that lasts over several steps; see `State.own`.
         counters: Totals that are logged.
         buffers: Metrics of the current log window, for ``train`` and ``eval``.
         denominators: Counts of the current optimizer step, by which the loss is divided.
@@ -94,10 +94,11 @@ class Progress:
         tokens_seen: Two counts of this rank: tokens of its sequences, and computed tokens including padding.
         bad_steps: Number of consecutive steps whose gradient was not finite.
         shown: Rows of the completions table for the last generation, one per completion of this rank.
-        watchers: Functions that are called at certain moments and observe the run. ``step`` passes the run, batches and
-            counts. ``pass`` passes the batch, loss terms and model outputs. ``gradient`` passes the model and its
-            micro-batches. ``rollout`` passes the run, the completions of this rank, the rewards of all ranks, and
-            advantages. ``log`` passes the log history. A watcher that returns False is removed.
+        watchers: Functions that observe the run, by the moment of their call. ``step`` functions receive the run,
+            batches and counts. ``pass`` functions receive the batch, loss terms and model outputs. ``gradient``
+            functions receive the model and its micro-batches. ``rollout`` functions receive the run, the completions of
+            this rank, the rewards of all ranks, and advantages. ``log`` functions receive the log history. A function
+            that returns False is removed.
         eval_rounds: Number of batches of the current evaluation so far.
     """
 

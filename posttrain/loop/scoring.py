@@ -214,8 +214,8 @@ def reward_runner(
     Args:
         runner_class: `RewardRunner`, or a subclass of it.
         options: See `reward_options`.
-        pool: Environments. If they have ``get_reward``, they also provide rewards. These calls use the threads and the
-            timeout of tools.
+        pool: Pool of environments. Environments with ``get_reward`` also provide rewards. Calls of ``get_reward`` use
+            the threads and the timeout of tools.
     """
     return runner_class(**options, of_environments=() if pool is None else pool.rewards())
 

@@ -62,11 +62,11 @@ def count(run: Run, batches: Sequence[Batch], overlong: float = 0.0) -> tuple[De
     Args:
         run: Run of the trainer.
         batches: Batches of all micro-batches of this rank.
-        overlong: Flag of this rank, which is summed over ranks together with the counts.
+        overlong: 1.0 if this rank has a sequence that is too long, else 0.0. It is summed over ranks.
 
     Returns:
-        The denominators of the loss terms, the number of all tokens (including those without loss), and the sum of the
-        flags.
+        The denominators of the loss terms, the number of all tokens (including those without loss), and the sum of
+        ``overlong``.
     """
     named = run.method.counts(batches)
     local = [

@@ -470,8 +470,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss of a batch: forward pass, objective and reduction. A subclass may override it. The change
-        then applies to evaluation too.
+        """Compute the loss of a batch: forward pass, objective and reduction. A subclass may override this method,
+        which training and evaluation use.
 
         Args:
             model: Model to run, wrapped as in the run.
@@ -480,8 +480,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             num_items_in_batch: See `Denominators.over`.
 
         Returns:
-            The loss of the pass. It is divided by counts of the whole optimizer step, so that the losses of all passes
-            can be added.
+            The loss of the pass, divided by counts of the whole optimizer step. The losses of all passes can therefore
+            be added.
         """
         run = self.run
         allowed = run.loss_function is not None or run.method.traits.takes_loss_func
@@ -857,8 +857,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return predicted_rows(model, batches, self.preprocess_logits_for_metrics)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return six operations per parameter and token. This is the cost of forward and backward passes in a dense
-        transformer.
+        """Return the number of floating-point operations: six per parameter and token. This is the cost of forward and
+        backward passes in a dense transformer.
         """
         return 6 * sum(p.numel() for p in self.model.parameters()) * sum(batch.num_tokens for batch in inputs)
 

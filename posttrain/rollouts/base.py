@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 class Capabilities:
     """Properties of a rollout engine. Trainers decide only from these properties how to use an engine.
 
-    The defaults are safe for an unknown engine. For example, the loss corrects its log-probs by importance sampling.
+    The defaults are safe for an unknown engine. For example, the loss corrects the log-probs of such an engine by
+    importance sampling.
 
     Attributes:
         in_process: Whether the engine runs in the trainer's process.
@@ -125,8 +126,8 @@ class RolloutEngine(abc.ABC):
         """Mark all copies of the weights as outdated, so that the next push updates all of them."""
 
     def findings(self, model: nn.Module, args: Any) -> list[Finding]:
-        """Return findings about problems that this engine would cause in a run. The main process calls it before the
-        first generation.
+        """Return findings about problems that this engine would cause in a run. The main process calls this method
+        before the first generation.
 
         Args:
             model: Policy.
@@ -202,7 +203,7 @@ def check_followed(
         sampling: Sampling settings of the call.
         engine: Name of the engine for the message.
         unknown: Fields of `Sampling` that the engine does not support. Only their defaults are accepted.
-        own: Fields in which a request's settings may differ from those of the call.
+        own: Fields of `Sampling` in which the settings of a request may differ from those of the call.
         fix: Advice in the error message.
 
     Raises:
@@ -263,7 +264,9 @@ class ScriptedEngine(RolloutEngine):
         return line
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Return the next scripted completions. Each is truncated after its first stop token and at ``max_new_tokens``."""
+        """Return the next scripted completions. Each completion is truncated after its first stop token and at
+        ``max_new_tokens``.
+        """
         rollouts = []
         for request in requests:
             self.requests.append(request)

@@ -281,7 +281,7 @@ class RolloutWindow:
 
     Attributes:
         slices: Rows of each micro-batch. None: before the first generation.
-        step: Number of micro-batches that were taken from these slices so far.
+        step: Number of micro-batches that were taken from ``slices`` so far.
         generations: Number of rollout batches since the beginning of the run. Random seeds depend on it.
         born: Optimizer step at which the rollout batch was sampled.
 
@@ -317,7 +317,7 @@ class RolloutWindow:
         self._marked = self.slices, self.step, self.generations, self.born
 
     def rewind(self) -> None:
-        """Return to the position of the last `mark`. The rollout batch is then generated again after a failure."""
+        """Return to the position of the last `mark`, so that the rollout batch is generated again after a failure."""
         self.slices, self.step, self.generations, self.born = self._marked
 
     def state(self) -> dict[str, Any]:
@@ -340,8 +340,8 @@ class RolloutWindow:
         if state["buffer"] is not None and before != now:
             raise CheckpointError(
                 f"this checkpoint contains rollouts that {before} processes have only partly used for training, but this run has "
-                f"{now}. Fix: resume with {before} processes, or from a checkpoint without such rollouts. There is "
-                "one every steps_per_generation * num_iterations / gradient_accumulation_steps steps."
+                f"{now}. Fix: resume with {before} processes, or from a checkpoint without such rollouts. A run "
+                "has one every steps_per_generation * num_iterations / gradient_accumulation_steps steps."
             )
         self.step, self.generations, self.born = state["step"], state["generations"], state["born"]
         saved = state["buffer"]
@@ -459,7 +459,9 @@ def _counted_alike(rows: list[Row]) -> list[Row]:
 def _parcels(
     slices: list[list[Row]], plans: list[dict[Place, int] | None], rank: int, ranks: int
 ) -> list[list[tuple[int, Row]]]:
-    """Split this rank's rows by the rank that receives them. The result has one list of ``(slice, part of a row)`` per rank."""
+    """Split this rank's rows by the rank that receives them. Return one list of pairs ``(slice, part of a row)`` per
+    rank.
+    """
     parcels: list[list[tuple[int, Row]]] = [[] for _ in range(ranks)]
     for rows, plan, number in zip(slices, plans, range(len(slices)), strict=True):
         if plan is None:

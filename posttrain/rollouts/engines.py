@@ -84,8 +84,8 @@ class EngineSpec:
         make: Function that creates an engine on the model's own weights. Its arguments are the model, the pad token id
             and transformers' ``cache_implementation``. None: the engine has a copy of the weights, to which a trainer
             pushes new weights (`posttrain.loop.weight_sync`).
-        refuses: Function of a model. It returns None if the engine samples from exactly this model's distribution, else
-            the reason why not.
+        refuses: Function of a model. The function returns None if the engine samples from exactly this model's
+            distribution, else the reason why it does not.
         vllm_mode: Value of the option ``vllm_mode`` that selects this engine together with ``use_vllm=True``.
         exact: Whether the engine computes log-probs with the exact weights. If False, it rounds the weights, and the
             loss must correct for the difference.

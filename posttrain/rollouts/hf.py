@@ -36,7 +36,7 @@ def without_own_settings(model: nn.Module) -> Iterator[None]:
     """Replace the model's generation config by an empty one inside the context.
 
     transformers takes arguments that are None from the checkpoint's generation config. The bans, biases and forced
-    tokens in it would change the sampled distribution.
+    tokens of that config would change the sampled distribution.
     """
     inner: Any = causal_lm(model)
     own, inner.generation_config = inner.generation_config, GenerationConfig()

@@ -42,7 +42,8 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> str:
     for name, tensor in tensors:
         tensor = tensor.detach().cpu().contiguous()
         memory = tensor.untyped_storage().data_ptr()
-        # Copy weights whose memory was already written under another name, as in layers that peft repeats (layer_replication).
+        # Copy weights that share memory with a tensor that was already written, as in layers that peft repeats
+        # (layer_replication).
         whole[name] = tensor.clone() if memory in seen else tensor
         seen.add(memory)
     try:
@@ -58,8 +59,8 @@ def _file_checksum(path: Path) -> str:
 
 
 def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. They use the file's memory, so copy a tensor that is needed longer than
-    the file.
+    """Return the tensors of a safetensors file. The tensors share the memory of the file, so copy a tensor that is
+    needed after the file is closed.
 
     Raises:
         ModelError: The file's checksum is not the announced checksum, or the file is not a safetensors file.

@@ -108,7 +108,7 @@ def _is_text(block: Any) -> bool:
 
 
 def is_done(environment: object) -> bool:
-    """Return whether the episode of an environment has ended, which its attribute ``done`` contains.
+    """Return the attribute ``done`` of an environment: whether its episode has ended.
 
     If ``done`` is a method, it is a tool, and it does not end the episode.
 
@@ -176,8 +176,8 @@ class EnvironmentPool:
 
         Args:
             rows: Dataset rows. A row without ``prompt`` gets an empty user message.
-            seeds: Seed of each row, which is passed as ``group_seed`` if ``reset`` has this parameter. Equal for
-                completions of a group.
+            seeds: Seed of each row, which is passed as ``group_seed`` if ``reset`` has this parameter. All completions
+                of a group have the same seed.
             errors: Dict for errors of ``reset``, by row index. The environment of such a row is None. If ``errors`` is
                 None, the first error is raised.
 
@@ -469,8 +469,8 @@ def _read(result: Any, where: str) -> tuple[Any, float, bool]:
     has ended.
 
     Raises:
-        RolloutError: The result has another form, the reward is not finite (None counts as 0), or a flag for the end of
-            the episode is not a bool.
+        RolloutError: The result has an unsupported form, the reward is not finite (None counts as 0), or a flag for the
+            end of the episode is not a bool.
     """
     resets, tells = where.endswith("reset"), hasattr(result, "observation")
     odd = len(result) not in (3, 4, 5) if isinstance(result, tuple) else not tells

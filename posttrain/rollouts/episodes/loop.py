@@ -175,7 +175,7 @@ class ToolLoop:
             self._generate_turn(ready, replace(sampling, seed=_later(sampling.seed, number)))
 
     def _left(self, episode: Episode, sampling: Sampling) -> int:
-        """Return how many more tokens the episode may have within its budget and the model's context."""
+        """Return the number of further tokens that the episode's budget and the model's context allow."""
         left = sampling.max_new_tokens - len(episode.token_ids)
         return left if self.context is None else min(left, self.context - len(episode.ids))
 
@@ -264,9 +264,9 @@ class ToolLoop:
     def _batches(self, episodes: list[Episode], sampling: Sampling) -> list[tuple[list[int], int]]:
         """Group episodes into engine calls. The token limit of a call is the largest remaining budget of its episodes.
 
-        All rollouts of a call have the same token limit. A rollout with a much smaller budget would be generated far
-        beyond its budget and then truncated. The limit of a call may also be too large for the context that a long
-        rollout leaves. Both kinds of rollouts get their own calls.
+        All rollouts of a call have the same token limit. A rollout whose budget is much smaller than the limit would be
+        generated far beyond its budget and then truncated. A long rollout may have less context left than the limit.
+        Both kinds of rollouts get their own calls.
         """
         left = [self._left(e, sampling) for e in episodes]
         for e, tokens in zip(episodes, left, strict=True):

@@ -31,7 +31,8 @@ class Rule(NamedTuple):
     Attributes:
         scale: Factor of the products of queries and keys.
         softcap: Bound of the scaled scores, which become ``softcap * tanh(scores / softcap)``. None: no bound.
-        window: Number of positions to which a token attends, including its own. None: all earlier positions.
+        window: Size of the sliding window: number of positions to which a token attends, including its own. None: all
+            earlier positions.
         chunk: Size of chunks of positions (Llama 4). A token attends only to positions of its own chunk. None: no
             chunks.
         sinks: ``(heads,)`` additional logit per head, whose value vector is zero. None: no such logits.
@@ -209,8 +210,8 @@ class Fill:
     states: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def unseen(self, sight: Sight, width: int, whole: int, device: torch.device) -> Tensor:
-        """Return a mask ``(width, whole)`` that is True where a token must not attend. If rows need different masks, it
-        has an additional row dimension.
+        """Return a mask ``(width, whole)``. True means that the query does not attend to the key. If rows need
+        different masks, it has an additional row dimension.
 
         ``width`` is the number of new positions, and ``whole`` the number of all positions.
         """
@@ -234,7 +235,7 @@ class Fill:
         return self.hidden[sight]
 
     def whole(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of a layer. Return them appended to the earlier keys and values."""
+        """Store the new keys and values of a layer. Return the earlier keys and values with the new ones appended."""
         self.keys[layer], self.values[layer] = key.contiguous(), value.contiguous()
         if not self.past:
             return key, value
@@ -253,10 +254,10 @@ class Store:
         positions: ``(n, t)`` positions of the tokens of the pass that is running.
         common: Block with the common prefix of all prompts, as a batch of one. None: there is no common prefix.
         groups: In decoding, the generating rows by block. Each row is in exactly one group.
-        prefix: ``(n,)`` number of prompt tokens of each generating row, without the common prefix.
-        lengths: ``(n,)`` number of stored suffix tokens of each generating row, without the current token.
+        prefix: ``(n,)`` number of prompt tokens of each generating row, not counting the common prefix.
+        lengths: ``(n,)`` number of stored suffix tokens of each generating row, not counting the current token.
         longest: Maximum of ``lengths``, as a Python number, so that no copy from the device is needed.
-        keys, values: Suffixes by layer, ``(slots, KV heads, capacity, head size)``.
+        keys, values: Keys and values of suffixes by layer, ``(slots, KV heads, capacity, head size)``.
         states: ``(slots, ...)`` states of recurrent layers, see `posttrain.models.recurrent.states`.
         repeats: For attention layers that are used at several depths: how often each was called in the current pass.
         unseen: Attention masks of this step by window and chunk size. Each mask is computed once and used by all
@@ -323,7 +324,9 @@ class Store:
         return next(iter(self.keys.values())).shape[2] if self.keys else 0
 
     def bias(self, sight: Sight, columns: int) -> Tensor:
-        """Return ``(n, 1, 1, shared + width + columns)``: 0 where a row may attend, else minus infinity."""
+        """Return the attention bias ``(n, 1, 1, shared + width + columns)``: 0 for keys to which a row attends, else
+        minus infinity.
+        """
         if sight not in self.unseen:
             window, chunk = sight
             device = self.lengths.device

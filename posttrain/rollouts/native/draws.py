@@ -46,7 +46,7 @@ def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: 
     Args:
         x: ``(n, V)`` logits after division by the temperature.
         sampling: Settings of all rows.
-        written: Number of tokens that each of the n completions has so far.
+        written: Number of tokens of each of the n completions so far.
         history: Tokens of each of the n rows so far, including the prompt. It is only needed to forbid repeated
             n-grams.
     """
@@ -149,7 +149,7 @@ class SampledTokens:
         if sick := [i for i, row in enumerate(rows) if math.isnan(row[1])]:
             raise RolloutError(f"the model returned NaN logits for rows {sick}.")
         if self.processed_logp is not None and (dead := [i for i, row in enumerate(rows) if math.isnan(row[2])]):
-            raise RolloutError(f"no token is allowed in rows {dead}: structured outputs, bias and bans exclude all.")
+            raise RolloutError(f"no token is allowed in rows {dead}: the guide, bias and bans exclude all tokens.")
         return rows
 
 

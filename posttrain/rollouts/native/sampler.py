@@ -46,7 +46,7 @@ class Guides:
     """Compiles the structured outputs (guides) of requests, and masks tokens that they forbid.
 
     Args:
-        tokenizer: Tokenizer of the model. It is needed because a guide describes text and not tokens.
+        tokenizer: Tokenizer of the model. The guides need it, because they describe text and not tokens.
         vocabulary: V, the width of the logits.
         stop_ids: Tokens that end a completion. A guide allows them only where its text may end.
 
