@@ -337,9 +337,9 @@ def token_logprobs(
         chunk_size: Number of positions per chunk. None: as many as fit into 24 MiB of logits on a CPU or 64 MiB
             elsewhere, but at least 128.
         expected_grad: ``(N,)`` gradient that the log-probs will receive, up to a constant factor, or a `TokenLoss` of
-            the N tokens. With it, the forward pass computes the gradients of hidden states and output layer. If the
-            actual gradient differs, the backward pass computes them again. It is used only on a CPU, because the
-            comparison would wait for other devices.
+            the N tokens. If it is set, the forward pass also computes the gradients of hidden states and output layer.
+            If the actual gradient differs, the backward pass computes them again. It is used only on a CPU, because on
+            other devices the comparison would block the host.
         need_entropy: Whether to return the entropy in nats, at ``temperature``.
         entropy_grad: Whether to return the entropy with a gradient.
         need_correct: Whether to return if the target is the most likely token.
@@ -429,8 +429,8 @@ def chunked_rows(
     softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Compute ``(N, K)`` values from the logits of each position. Both forward and backward pass compute them in chunks
-    of logits.
+    """Compute ``(N, K)`` values from the logits of each position. The forward and the backward pass compute the logits
+    in chunks.
 
     Args:
         hidden: ``(N, H)`` hidden states.
@@ -438,7 +438,7 @@ def chunked_rows(
         bias: ``(V,)`` or None.
         measure: Function that maps float32 logits ``(n, V)``, and the slice of their positions, to values ``(n, K)``.
             It is called again in the backward pass, with gradients enabled.
-        columns: Number of values that have a gradient. They are the first of the K values.
+        columns: Number of values with a gradient. The first ``columns`` of the K values have one.
         logit_scale: Same as in `token_logprobs`.
         softcap: Same as in `token_logprobs`.
         chunk_size: Same as in `token_logprobs`.

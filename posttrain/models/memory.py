@@ -150,7 +150,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     always complete. The host does not wait for the copies.
 
     Args:
-        use_pin_memory: Whether to use page-locked memory. The host then does not have to wait for copies.
+        use_pin_memory: Whether to use page-locked memory. Copies to page-locked memory do not block the host.
         min_offload_size: Size in bytes below which a tensor stays on the device.
         device_type: Type of the device whose tensors are offloaded. Tests use ``cpu``.
         kept: Addresses of storages that stay on the device (those of parameters).
@@ -248,10 +248,10 @@ STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10}
 class KeepHostMemory(transformers.TrainerCallback):
     """Callback that makes glibc keep freed memory for reuse during training on a CPU.
 
-    Each training step allocates and frees the same gigabytes. By default, glibc returns every tensor above 32 MB to the
-    kernel, which clears all of its pages in the next step. For a reward-model step of a 135M model, this took a fifth
-    of the CPU time. Peak memory does not change. With another allocator, another C library or an accelerator, this
-    callback does nothing.
+    Each training step allocates and frees the same gigabytes. By default, glibc returns the memory of every tensor
+    above 32 MB to the kernel, which clears these pages in the next step. For a reward-model step of a 135M model, this
+    took a fifth of the CPU time. Peak memory does not change. With another allocator, another C library or an
+    accelerator, this callback does nothing.
     """
 
     _kept = False
@@ -345,8 +345,8 @@ class Available:
 def available_memory(device: torch.device | str, limit: int | None = None) -> Available:
     """Return the free memory plus the memory that this process already uses. The result is at most ``limit``.
 
-    On a GPU, the driver reports the free memory. On a CPU, it is the available memory of the machine, or what remains
-    of the container's memory limit if that is less.
+    On a GPU, the driver reports the free memory. On a CPU, the free memory is the available memory of the machine, or
+    the unused part of the container's memory limit if that is less.
 
     Args:
         device: A ``torch.device``, or its type.
@@ -452,12 +452,11 @@ def _text_config(config: PretrainedConfig) -> Any:
 def _products(kind: Any, settings: str) -> int:
     """Return the forward operations per token of all products with weights in the layers.
 
-    Each weight counts as two operations. Of the experts, only those to which a token is routed are counted.
+    Each weight counts as two operations. Only experts to which a token is routed are counted.
 
     Args:
         kind: Class of the config.
-        settings: The config as JSON. This text is the key of the cache, because the function is called for every log
-            line.
+        settings: The config as JSON. The result is cached under this text, because every log line needs it.
 
     Raises:
         ModelError: The architecture cannot be built from its config.
@@ -502,7 +501,7 @@ def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
     high by 2 * vocabulary size * hidden size.
 
     Args:
-        config: A transformers config. Of a multimodal model, only the text model is counted.
+        config: A transformers config. For a multimodal model, only the text model is counted.
         seq_len: Sequence length in tokens.
 
     Returns:

@@ -105,8 +105,8 @@ def probe_key(model: Module) -> str:
 
 
 def disagreement(values: Tensor, truth: Tensor, share: float) -> str:
-    """Return a message, or "" if ``values`` differ from ``truth`` by at most ``share`` times the standard deviation of
-    ``truth``.
+    """Describe the difference between ``values`` and ``truth``. Return "" if it is at most ``share`` times the standard
+    deviation of ``truth``.
 
     The tolerance is relative to the standard deviation, because a model with tiny logits has almost the same log-probs even if
     attention is wrong.
@@ -170,7 +170,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
 
     Raises:
         ModelError: A window that cannot be reduced is longer than `LONGEST`, or layers mix tokens in another way than by
-            attention. Such layers are found in the config, because a probe with the current weights might not show them.
+            attention. The config shows such layers, whereas a probe with the current weights might not detect them.
     """
     cases: list[tuple[int, AbstractContextManager[None]]] = [(SHORT, nullcontext())]
     inner: Any = causal_lm(model)
@@ -225,8 +225,8 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     models fail and are trained on padded rows. Recurrent layers pass if their functions support prefix trees
     (`posttrain.models.recurrent`).
 
-    Longrope frequencies depend on the longest sequence of a pass. This is not tested, because the limits are known
-    (`rope_limits`) and the layout separates such sequences.
+    Longrope frequencies depend on the longest sequence of a pass. The probe does not test this dependence, because the
+    limits are known (`rope_limits`) and the layout separates sequences above them.
 
     Args:
         model: Model that is ready to run.
@@ -275,7 +275,8 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
             f"{type(causal_lm(model)).__name__} gives different results for rows with images and for the processor's own "
             f"tensors, even with one sequence per row ({fault}). Fix: use a model of another family, or rows without images."
         )
-    # A model that passed the comparison for tree attention has finite outputs, and its tokens do not attend to later ones.
+    # A model that passed the comparison for tree attention has finite outputs, and its tokens do not attend to later
+    # tokens.
     if layout.kind != "tree" or layout.dense_mask:
         _refuse_wrong_outputs(model)
     PROBED[key] = layout
@@ -546,7 +547,9 @@ def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
 
 
 def _judged(rows: Sequence[Row]) -> Tensor:
-    """Return a mask of completion tokens with a log-prob. Zeros of other tokens would increase the standard deviation."""
+    """Return a mask of completion tokens with a log-prob. The zeros at other tokens would increase the standard
+    deviation.
+    """
     return torch.tensor([bool(m) for row in rows for mask in row.loss_masks for m in mask])
 
 

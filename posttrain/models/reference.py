@@ -110,8 +110,8 @@ def create_reference_model(
             whose paths are not in `LAYERS`.
 
     Raises:
-        ModelError: The parameters are sharded over processes. Or no parameter matches the first layer that is not
-            shared, so that the whole model would be frozen.
+        ModelError: The parameters are sharded over processes. The error is also raised if no parameter matches the
+            first layer that is not shared, because the whole model would then be frozen.
     """
     shared = [] if num_shared_layers is None else _first_parameters(model, num_shared_layers, pattern)
     reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
@@ -223,12 +223,12 @@ class Reference:
     - For an adapter that was trained before or that changed base weights (PiSSA, OLoRA), it is a frozen copy of the
     adapter.
     - In all other cases, and for a TRAINABLE_TOKENS adapter that was trained before, it is a frozen deep copy of
-    ``model`` **as passed**. Its weights can differ from those on the Hub.
+    ``model`` **as passed**. The weights of this copy can differ from the weights on the Hub.
 
     Args:
         model: The policy.
         fresh_adapter: Whether the adapter is new, so that the base model is the policy at the start of training.
-        given: Another model that is the reference. None: the policy's initial weights.
+        given: Reference model that the user passed. None: the reference is the policy with its initial weights.
         adapter: Name of an adapter of the policy that is the reference.
     """
 
@@ -374,7 +374,7 @@ def hash_frozen(module: nn.Module) -> str:
     """Return a SHA-256 hash of all frozen parameters and buffers. It is computed from sums over blocks of `SUMMED`
     elements.
 
-    Each value is read once, so that it takes less time than a forward pass.
+    Each value is read once, so that hashing takes less time than a forward pass.
     """
     summed = [_sums(values) for _, values in (*frozen_parameters(module), *module.named_buffers())]
     # Concatenate the sums, so that one transfer from the device is enough.
