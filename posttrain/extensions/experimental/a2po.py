@@ -143,21 +143,21 @@ class A2POTrainer(OnlineTrainer):
     a hash of everything that they depend on. After that, each training step samples one completion per prompt.
 
     Args:
-        model: Model to train: path, Hub id, model object or peft model.
+        model: Model to train, as a path, Hub id, model object or peft model.
         reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
             or Hub id of a reward model, or a list of these.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``. A stream is not supported, because the values of all prompts
             are computed before training.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
-            models.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. If None, they are loaded
+            together with the reward models.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.

@@ -163,10 +163,10 @@ class PPOTrainer(OnlineTrainer):
     the reward.
 
     Args:
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        processing_class: Tokenizer of the policy. Its pad token must differ from its eos token. None: loaded from the
-            model's path or id.
-        model: Model to train: path, Hub id, model object or peft model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
+        processing_class: Tokenizer of the policy. Its pad token must differ from its eos token. If None, it is loaded
+            from the model's path or Hub id.
+        model: Model to train, as a path, Hub id, model object or peft model.
         ref_model: Reference model. None: the initial weights, as a frozen copy or as the model with its new adapter
             disabled.
         reward_model: Sequence classifier with one label that reads the policy's token ids, its Hub id, a reward
@@ -177,9 +177,9 @@ class PPOTrainer(OnlineTrainer):
         data_collator: Function that builds a padded batch from rows with ``input_ids``. None: rows are used directly.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        peft_config: Config of a new adapter to train. None: no new adapter.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
