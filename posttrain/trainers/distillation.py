@@ -126,7 +126,7 @@ class DistillationTrainer(OnlineTrainer):
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         tools: Not supported. It must be None. To train with tools, use `GRPOTrainer`.
         teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the student's tokenizer is assumed.
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
         reward_funcs: Not supported. It must be None. Among the distillation methods, only MiniLLM and SDPO use rewards.
         formatting_func: Not supported. It must be None. Use ``dataset.map`` to create the columns ``prompt`` and ``completion``

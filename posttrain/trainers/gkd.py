@@ -46,7 +46,7 @@ class GKDTrainer(DistillationTrainer):
         formatting_func: Not supported. It must be None. Use ``dataset.map`` to create the columns ``prompt`` and ``completion``
             instead.
         teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the student's tokenizer is assumed.
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
         reward_funcs: Not supported. It must be None. Among the distillation methods, only MiniLLM and SDPO use rewards.
         reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.

@@ -27,8 +27,8 @@ class CapturedCall:
 
     Attributes:
         number: Number of the call in its session.
-        prompt_ids: Token ids of the prompt. If the prompt continues a completion, they begin with the ids of this
-            completion and of its prompt.
+        prompt_ids: Token ids of the prompt. If the prompt continues a completion, the ids begin with those of the
+            earlier prompt and its completion.
         text: Rendered prompt. Empty if the prompt was sent as token ids.
         parent: The completion that the prompt continues, as call number and choice index. None: it continues no
             completion.
@@ -69,8 +69,8 @@ class Counts:
     Attributes:
         received: Calls that arrived with the key of the session.
         answered: Calls whose response was sent.
-        retried: Retries, which got the response of an earlier call.
-        cancelled: Calls whose client disconnected before the response. They are excluded from the loss.
+        retried: Calls that were retries and got the response of an earlier call.
+        cancelled: Calls whose client disconnected before the response. Their tokens are excluded from the loss.
         refused: Invalid calls, which were not sampled.
         failed: Calls for which the engine raised an error, or that timed out.
         tokens: Number of sampled tokens, including tokens of canceled calls.
@@ -204,8 +204,8 @@ class Session:
         return replace(rollouts[0], branches=tuple(rollouts[1:]))
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the messages for reward functions: those of the branch with the last answered call, from the branch's
-        first answer on, including tool results.
+        """Return the messages for reward functions. They come from the branch with the last answered call, start at its
+        first answer, and include tool results.
         """
         last = next((call for call in reversed(self.calls) if call.state == "answered"), None)
         if last is None:

@@ -85,7 +85,7 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
         weight_transfer: Object that sends weights to ``rollout_worker``, see `WeightTransferProtocol`.
         teacher_model: Teacher as in `DistillationTrainer`. Only used if ``args`` has no teacher server.
         teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the student's tokenizer is assumed.
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.

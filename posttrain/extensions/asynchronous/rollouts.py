@@ -112,8 +112,8 @@ def warn_of_reward_models(functions: Any) -> None:
 
 
 class Scoring(Protocol):
-    """Additional scores of rollouts, for example from teacher servers. They are computed while the previous training
-    step runs.
+    """Additional scores of rollouts, for example from teacher servers. The scores are computed while the previous
+    training step runs.
     """
 
     def begin(self, trajectory: Trajectory) -> None:
@@ -130,7 +130,7 @@ class RolloutService:
     Args:
         args: Config of the trainer.
         given: Arguments of the trainer: ``rollout_worker``, ``weight_transfer``, ``engine_factory``, tools, and the
-            reward functions. ``unscored`` is set if there are no reward functions.
+            reward functions. Without reward functions, the key ``unscored`` is set.
         sync: Weight sync of the trainer, with its model, accelerator and log.
         tasks: Source of prompts.
         ledger: Ledger of all rollouts.
@@ -392,7 +392,8 @@ class AsyncRollouts:
 
     Args:
         service: Workers and their weights.
-        rewards: Reward functions. Only their names and weights are used, because workers compute the rewards.
+        rewards: Reward functions. Only the names and weights of the functions are used, because workers compute the
+            rewards.
         watch: Check that stops the run if all rewards are equal. None: rollouts have no rewards.
         add_completions: Function that adds rows to the table of completions.
 
@@ -418,7 +419,9 @@ class AsyncRollouts:
         self._seen_stale = 0
 
     def next(self, n: int) -> RolloutBatch:
-        """Take ``n`` rollouts from the queue and return this process's share. The first call starts the workers."""
+        """Take ``n`` rollouts from the queue and return this process's share. The first call of this method starts the
+        workers.
+        """
         self.service.serve()
         main = self.accelerator.is_main_process
         while True:
@@ -438,7 +441,7 @@ class AsyncRollouts:
 
     def _deal(self, count: int) -> list[list[RolloutSample]] | None:
         """Take the rollouts of a step from the queue, and split their samples into one list per process. Return None if
-        servers must get the weights first, because no rollout can arrive before.
+        no rollout can arrive because servers must first get the weights.
         """
         began = time.perf_counter()
         if not self.take(count):

@@ -57,7 +57,7 @@ def optimal_value(rewards: Sequence[float], beta1: float) -> float:
     is NaN.
 
     Args:
-        rewards: Rewards of the reference model's completions of one prompt. NaN: no reward function applied.
+        rewards: Rewards of the reference model's completions of one prompt. NaN means that no reward function applied.
         beta1: Temperature, above 0.
 
     Reference: A*-PO, arXiv:2505.20686, equation 5.
@@ -122,7 +122,7 @@ class ValueCache:
                     file.write(json.dumps({"run": self.run, "prompt": key, "rewards": rewards}) + "\n")
 
     def value(self, example: Mapping[str, Any], beta1: float) -> float:
-        """Return the value of the row's prompt, or NaN if it has no rewards."""
+        """Return the value of the row's prompt, or NaN if the prompt has no rewards."""
         return optimal_value(self.rewards[row_key(example)], beta1)
 
 
@@ -284,8 +284,8 @@ class A2POTrainer(OnlineTrainer):
         return cache
 
     def _sampled_rewards(self, part: Sequence[tuple[str, Any]]) -> dict[str, list[float]]:
-        """Sample ``num_value_samples`` completions of each row. Return the total reward of each, after transformations
-        and weights.
+        """Sample ``num_value_samples`` completions of each row. Return the total reward of each completion, after
+        transformations and weights.
         """
         n = self.args.num_value_samples
         examples = [row for _, row in part for _ in range(n)]
@@ -376,8 +376,8 @@ class A2POTrainer(OnlineTrainer):
         return replace(settings, sampling=replace(settings.sampling, seed=seed))
 
     def _restore_values(self, checkpoint: Any) -> None:
-        """Load the values from the checkpoint. This must happen before prompts are excluded, because the saved position
-        in the dataset counts only the remaining prompts.
+        """Load the values from the checkpoint. The values must be loaded before prompts are excluded, because the saved
+        position in the dataset counts only the remaining prompts.
         """
         if checkpoint is True:
             checkpoint = last_complete_checkpoint(self.args.output_dir)

@@ -75,7 +75,7 @@ class IWOPDTrainer(DistillationTrainer):
             them.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the student's tokenizer is assumed.
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
@@ -178,7 +178,7 @@ class MiniLLMTrainer(DistillationTrainer):
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         rollout_func: Not supported, must be None. Use `GRPOTrainer`.
         teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the student's tokenizer is assumed.
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
@@ -288,7 +288,7 @@ class SDFTTrainer(DistillationTrainer):
         teacher_model: Separate teacher. If None, the student is its own teacher, with the weights that
             ``args.teacher_model_kind`` selects.
         teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the student's tokenizer is assumed.
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
@@ -424,7 +424,7 @@ class SDPOTrainer(DistillationTrainer):
         teacher_model: Separate teacher. If None, the student is its own teacher, with the weights that
             ``args.teacher_model_kind`` selects.
         teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the student's tokenizer is assumed.
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.

@@ -46,7 +46,7 @@ ANCHORS = ("\n", "x", ".", "0")
 
 
 def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
-    """Align two token sequences. Both are split at every position at which they have token boundaries after the same
+    """Align two token sequences. Both sequences are split wherever they have a token boundary after the same number of
     bytes. Tokens after the last common boundary are excluded.
 
     >>> byte_groups([b"ab", b"cde", b"f"], [b"a", b"b", b"cdef"])
@@ -142,7 +142,7 @@ class GOLDConfig(GKDConfig):
         ]
 
     def axes(self) -> Axes:
-        """Return the settings of the loss. With ``use_uld_loss``, it compares aligned groups of tokens."""
+        """Return the settings of the loss. With ``use_uld_loss``, the loss compares aligned groups of tokens."""
         if not self.use_uld_loss:
             return super().axes()
         return Axes(
@@ -185,7 +185,7 @@ class GOLDTrainer(DistillationTrainer):
             them.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the student's tokenizer is assumed.
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
@@ -288,7 +288,9 @@ class GOLDTrainer(DistillationTrainer):
 
     @property
     def keeps_completions(self) -> bool:
-        """Whether additional data is stored for each completion. With ``use_uld_loss``, it is the teacher's token ids."""
+        """Whether additional data is stored for each completion. With ``use_uld_loss``, the additional data are the
+        teacher's token ids.
+        """
         return self.args.use_uld_loss or super().keeps_completions
 
     def check_vocabularies(self, teacher: Any, tokenizer: Tokenizer) -> None:
@@ -331,8 +333,8 @@ class GOLDTrainer(DistillationTrainer):
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
         """Return the teacher's token ids of each prompt and completion, and the token column ``aligned``.
 
-        ``aligned`` marks one student token of each group. Its value is the position, counted from 1, of the teacher
-        token to which it is compared. All other tokens have 0.
+        ``aligned`` marks one student token of each group. The value is the position, counted from 1, of the teacher
+        token to which the student token is compared. All other tokens have 0.
         """
         if not self.args.use_uld_loss:
             return super().facts(rollouts, found)
@@ -435,8 +437,8 @@ def continued(tokenizer: Tokenizer, spelled: Mapping[int, bytes], text: str) -> 
 
 
 def _longest_text(value: bytes) -> str:
-    """Return the longest prefix of the bytes that is valid UTF-8. The last character may be incomplete and cannot be
-    encoded then.
+    """Return the longest prefix of the bytes that is valid UTF-8. An incomplete last character cannot be encoded and is
+    removed.
     """
     try:
         return value.decode()

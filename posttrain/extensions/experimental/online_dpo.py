@@ -57,8 +57,8 @@ class OnlineDPOTrainer(OnlineTrainer):
         ref_model: Reference model. If None, it is the policy with its initial weights: a frozen copy, or, with
             ``peft_config``, the policy with its adapter disabled.
         reward_funcs: Reward model, its path or Hub id, a reward function, or a list of these. Functions receive the
-            first completions of all prompts, then the second ones. Exactly one of ``reward_funcs`` and ``judge`` must
-            be set.
+            first completions of all prompts, followed by the second completions. Exactly one of ``reward_funcs`` and
+            ``judge`` must be set.
         args: Training arguments. They must be passed.
         data_collator: Not supported. It must be None, because batches are built after completions are sampled.
         train_dataset: Dataset with the column ``prompt``. It must be passed.

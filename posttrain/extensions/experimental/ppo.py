@@ -393,8 +393,8 @@ class PPOTrainer(OnlineTrainer):
         return replace(batch, columns={"ended": ended}, extra=batch.extra | {"prompt_ids": prompts})
 
     def _measured(self, run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
-        """Compute log-probs and values of all responses in one forward pass of the policy, and log-probs in one of the
-        reference.
+        """Compute log-probs and values of all responses with one forward pass of the policy, and log-probs with one
+        forward pass of the reference.
         """
         rows = plain_rows(rollouts, self.args.response_length, self.pad_token_id)
         with self.run.inference() as policy:
@@ -532,7 +532,7 @@ class PPOTrainer(OnlineTrainer):
             sampling: Whether to use only the first batch of ``eval_dataset``.
 
         Returns:
-            One row per answer of all processes: prompt, completion and rewards.
+            A table with one row per answer of all processes. The columns are prompt, completion and rewards.
         """
         rows: list[dict[str, Any]] = []
         datasets = self.eval_dataset

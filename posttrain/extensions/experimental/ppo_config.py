@@ -49,10 +49,10 @@ class _OneCompletion:
 class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     """Arguments of `PPOTrainer`.
 
-    A rollout batch has ``per_device_train_batch_size x gradient_accumulation_steps x processes`` responses. PPO makes
-    ``num_ppo_epochs`` passes over it. In each pass, it is split at random into ``num_mini_batches`` mini-batches, and
-    each mini-batch is one optimizer step. ``logging_steps``, ``save_steps``, ``eval_steps`` and ``max_steps`` count
-    optimizer steps.
+    A rollout batch has ``per_device_train_batch_size x gradient_accumulation_steps x
+    processes`` responses. PPO makes ``num_ppo_epochs`` passes over a rollout batch. Each pass splits the rollout batch
+    at random into ``num_mini_batches`` mini-batches. Each mini-batch is one optimizer step. ``logging_steps``,
+    ``save_steps``, ``eval_steps`` and ``max_steps`` count optimizer steps.
 
     Reference: Proximal policy optimization algorithms, arXiv:1707.06347.
     """

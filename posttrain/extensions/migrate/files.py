@@ -25,8 +25,8 @@ class Rewritten(NamedTuple):
     """Content of a file before and after the migration.
 
     Attributes:
-        before: Text of the file. For a notebook, the text of each code cell.
-        after: The same text, or texts, after the migration.
+        before: Text of the file. For a notebook, this is the text of each code cell.
+        after: Content of the file after the migration.
         text: New content of the file.
         notes: Places that must be changed or checked manually.
     """

@@ -134,8 +134,8 @@ class Summary:
         lengths: Statistics of the number of tokens per sequence: ``min``, ``median``, ``mean``, ``p95`` and ``max``.
         histogram: Histogram of lengths. All bins have equal width, except the last bin if there are outliers.
         limit: Number of tokens to which sequences are truncated, or None.
-        truncated: Number of truncated sequences. If this is unknown, the number of sequences that are at least as long
-            as the limit.
+        truncated: Number of truncated sequences. If the number is unknown, it is the number of sequences that are at
+            least as long as the limit.
         duplicates: Number of rows that are equal to an earlier row.
         batch_size: Number of rows per batch, from which ``padding_share`` is computed.
         padding_share: Fraction of padding, from 0 to 1, if shuffled batches were padded to their longest sequence.
@@ -389,7 +389,7 @@ def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]
     """Return the first pieces, the number of omitted tokens, and the last pieces. If there are at most ``most`` pieces,
     none is omitted.
 
-    The second part is twice as long as the first, because most problems are at the end of a row.
+    The last part is twice as long as the first, because most problems are at the end of a row.
 
     >>> elide([Piece(c, (0,), False) for c in "abcdef"], 3)[1]
     3

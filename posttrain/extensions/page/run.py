@@ -125,7 +125,7 @@ class Run:
         series: Metrics by name, in the order in which they first occur.
         summary: Last line of the trainer (``train_runtime`` etc.). Empty while the run is training.
         marks: Findings in the order of their steps.
-        samples: Completions of a few steps, in order. Of each step, the prompts with the largest difference in rewards
+        samples: Completions of a few steps, in order. For each step, the prompts with the largest difference in rewards
             are kept.
         rows: Lines of ``metrics.jsonl``, with numbers only.
         seen: Content of ``data.json``, which is the first batch as the model received it. Empty if it was not recorded.
@@ -445,7 +445,7 @@ def _groups(samples: list[Sample]) -> list[list[Sample]]:
 
 def _members(group: list[Sample]) -> list[Sample]:
     """Return completions at evenly spaced ranks from best to worst. If any completion has log-probs, at least one of
-    these has.
+    the returned completions has log-probs.
     """
     chosen = _spread(group, MEMBERS)
     if not any(sample.logps for sample in chosen):

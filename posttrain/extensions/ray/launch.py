@@ -61,7 +61,7 @@ class RayRun:
     Args:
         name: Name of the training command.
         argv: Its arguments, including those of `RayArguments`.
-        served: Whether the command can generate with rollout servers.
+        served: Whether the training command can generate with rollout servers.
 
     Raises:
         ConfigError: The command or one of its options does not work with this launcher.
@@ -158,12 +158,11 @@ def _end_with_parent() -> None:
 
 
 def run(name: str, argv: list[str], served: bool) -> int:
-    """Place servers and trainer on the cluster, wait until the trainer ends, and end all tasks. The arguments are those
-    of `RayRun`.
+    """Place servers and trainer on the cluster, wait until the trainer ends, and end all tasks. The arguments of this
+    function are those of `RayRun`.
 
-    Returns:
-        The trainer's exit code, or that of the last server if all servers have ended. 75: a machine was lost. 130:
-        Ctrl-C. 143: SIGTERM.
+    Returns: The trainer's exit code, or the exit code of the last server if all servers have ended. 75 means that a
+    machine was lost, 130 Ctrl-C, and 143 SIGTERM.
 
     Raises:
         MissingDependencyError: Ray is not installed.
@@ -212,8 +211,8 @@ class _Placed:
             )
 
     def start(self, index: int, function: Any, *arguments: Any) -> Any:
-        """Start a task with the resources of a bundle. Bundle 0 belongs to the trainer, and the others belong to the
-        servers.
+        """Start a task with the resources of a bundle. Bundle 0 belongs to the trainer, and all other bundles belong to
+        the servers.
         """
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, index)
         takes = {"num_cpus": self.bundles[index]["CPU"], "num_gpus": self.bundles[index]["GPU"]}

@@ -457,7 +457,8 @@ class Host:
     async def load_lora_adapter(
         self, lora_name: Annotated[str, Body()], lora_path: Annotated[str, Body()], request: Request
     ) -> dict[str, Any]:
-        """Add an adapter to the base model and use it for sampling. Its name is the new version of the weights.
+        """Add an adapter to the base model and use it for sampling. The name of the adapter is the new version of the
+        weights.
 
         Raises:
             HTTPException: Status 403: the client runs on another machine.

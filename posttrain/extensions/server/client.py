@@ -393,7 +393,7 @@ class VLLMClient:
         Args:
             prompts: Token ids, or texts (which `posttrain serve` does not support).
             n: Number of completions per prompt.
-            seeds: One seed per prompt. With None, the server selects the seeds.
+            seeds: One seed per prompt. If None, the server selects the seeds.
             retries: Maximum number of retries if there is no response, or if the status is 502, 503 or 504.
             own: Additional fields for each prompt.
             body: Additional fields for all prompts.
@@ -509,8 +509,8 @@ class VLLMClient:
         }
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, top: int = 0) -> list[Scores]:
-        """Compute log-probs of given sequences under the server's weights at temperature 1. Teachers and weight
-        comparisons use them.
+        """Compute log-probs of given sequences under the server's weights at temperature 1. Teachers and comparisons of
+        weights use these log-probs.
 
         Each sequence is a separate request. Up to 16 requests are sent concurrently, and the server batches them.
 

@@ -113,8 +113,8 @@ class Guard:
 class LoopbackGuard(Guard):
     """`Guard` for a server that listens on a loopback address.
 
-    The ``Host`` header of a request must be a loopback name, otherwise the status is 403. This protects against DNS
-    rebinding, with which a web page could reach the server under its own host name.
+    The ``Host`` header of a request must be a loopback name, otherwise the status is 403. This check protects against
+    DNS rebinding, with which a web page could reach the server under the page's own host name.
     """
 
     hosts = LOOPBACK

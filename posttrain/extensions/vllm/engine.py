@@ -156,8 +156,8 @@ UNKNOWN = ("no_repeat_ngram",)  # Fields of `Sampling` that vLLM does not suppor
 class VLLMEngine(RolloutEngine):
     """Rollout engine that runs vLLM in the trainer's process.
 
-    Log-probs are those after temperature and truncation (``processed_logprobs``). If sampling is truncated, log-probs
-    before truncation are not available, so `Rollout.logp` contains the processed log-probs too.
+    vLLM returns log-probs after temperature and truncation (``processed_logprobs``). If sampling is truncated,
+    log-probs before truncation are not available, so `Rollout.logp` contains the processed log-probs too.
 
     Args:
         llm: A ``vllm.LLM`` with ``logprobs_mode="processed_logprobs"``; see `create`.
@@ -499,7 +499,7 @@ def server_options(cpu: bool) -> dict[str, str | None]:
     """Return the options that vLLM's server needs, so that log-probs are correct and weights can be pushed.
 
     Args:
-        cpu: Whether vLLM runs on a CPU. If so, prefill is not chunked, because otherwise requests with seeds would
+        cpu: Whether vLLM runs on a CPU. On a CPU, prefill is not chunked, because otherwise requests with seeds would
             fail.
     """
     options: dict[str, str | None] = {name: value for name, (value, _) in CHECKED.items()}
@@ -669,8 +669,8 @@ def _chained(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
 
 
 def _drawn(request: Request, call: Sampling) -> int:
-    """Return the number of completions to request from vLLM. For greedy decoding it is 1, because vLLM rejects larger
-    numbers.
+    """Return the number of completions to request from vLLM. For greedy decoding, the number is 1, because vLLM rejects
+    larger numbers.
     """
     return 1 if (request.sampling or call).temperature == 0 else request.n
 
@@ -707,8 +707,8 @@ def _engine_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
 
 
 def _adapter_rank(model: nn.Module, args: PostTrainingConfig, sleep_level: int | None) -> int | None:
-    """Return the rank of the trained adapter if it can be pushed without merging, else None. With sleep level 2 it must
-    be merged, because vLLM drops the base model.
+    """Return the rank of the trained adapter if it can be pushed without merging, else None. With sleep level 2, the
+    adapter must be merged, because vLLM drops the base model.
     """
     if args.adapter_sync == "merged" or sleep_level == 2 or adapter_obstacle(model, ADAPTED) is not None:
         return None
