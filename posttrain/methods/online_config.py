@@ -610,7 +610,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     def check_foreign_logprobs(self) -> None:
         """Reject settings that are invalid if the engine computes other log-probs than the policy.
 
-        This base implementation accepts all settings. It is for losses without an importance-sampling correction.
+        This base implementation accepts all settings. Losses without an importance-sampling correction use it.
         """
 
     def check_vllm_settings(self) -> None:

@@ -129,7 +129,8 @@ class PartialCompletion:
         index: Index of this completion among all completions of the engine call.
         token_ids: Tokens so far.
         logp: Log-probs, one per token.
-        processed_logp: Log-probs of the tokens after truncation. Empty if they do not differ from ``logp``.
+        processed_logp: Log-probs of the tokens after truncation. If the engine does not return them, they equal
+            ``logp``.
         top_logps: Most likely tokens at each position and their log-probs, if requested.
         spans: Versions of the weights that sampled the tokens, as (version, number of consecutive tokens).
         finish_reason: None while it is in progress.

@@ -161,8 +161,8 @@ class FailureBudget:
 
 
 class DropWatch:
-    """Warns if too many rollouts are discarded because they are too old. If too many rollouts are still discarded after
-    the warning, halve the limit of rollouts in flight.
+    """Warns if too many rollouts are discarded because they are too old. If this happens in several consecutive
+    windows, the limit of rollouts in flight is halved.
 
     Args:
         max_staleness: Value of the option ``max_staleness``, which the warning shows.

@@ -128,7 +128,8 @@ class ModelTeacher:
     """Teacher model in this process. Its logits are computed only at positions where they are compared with the student's.
 
     Attributes:
-        running: Context manager that returns the model in evaluation mode, without gradients. It may activate another adapter.
+        running: Context manager that returns the model in evaluation mode, without gradients. The context manager may
+            activate another adapter.
         layout: Arrangement of sequences in the teacher's batch rows. Prefix trees are used if a probe shows that they give
             exact results.
         shared: Whether the teacher can use the student's batches, i.e. their layout is also exact for the teacher.
@@ -423,8 +424,9 @@ def score_dataset(
 ) -> int:
     """Write the teacher's scores of every answer of a dataset to a file, and return the number of rows.
 
-    Pass the path of the file as ``teacher_scores`` of a config. It is an Arrow file with one row per answer, in the order of
-    the dataset, and ``batch_size`` rows per record batch. The file is created at ``path`` only when all rows are written.
+    Pass the path of the file as ``teacher_scores`` of a config. The result is an Arrow file with one row per answer, in
+    the order of the dataset, and ``batch_size`` rows per record batch. The file is created at ``path`` only when all
+    rows are written.
 
     Args:
         teacher: A causal language model with the student's tokenizer.
