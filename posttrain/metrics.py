@@ -28,7 +28,8 @@ class Metric:
 
 
 def mean(values: float | Tensor, mask: Tensor | None = None, weight: float | Tensor | None = None) -> Metric:
-    """Return a metric for the mean over the true entries of ``mask`` (or all entries). Merging weights it by their count.
+    """Return a metric for the mean over the true entries of ``mask`` (or all entries). Merging weights the mean by the
+    number of these entries.
 
     Args:
         values: A number, or a tensor of any shape.
@@ -149,8 +150,8 @@ class MetricBuffer(MutableMapping[str, "Series"]):
         """Reduce to plain numbers and empty the buffer.
 
         Args:
-            all_gather: Function from this rank's ``[(name, reduction, value, weight)]`` to the concatenation over ranks. It is
-                called once, and ranks may have different names. None on a single process.
+            all_gather: Function from this rank's ``[(name, reduction, value, weight)]`` to the concatenation over
+                ranks. The function is called once, and ranks may have different names. None on a single process.
         """
         numbers = iter(_on_host([number for m in self._items.values() for number in (m.value, m.weight)]))
         rows = [(name, m.reduction, next(numbers), next(numbers)) for name, m in self._items.items()]

@@ -84,8 +84,8 @@ class Row:
         sequence_columns: One number per completion, e.g. ``{"advantages": [0.5, -0.5]}``.
         token_columns: One number per completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
         model_kwargs: Additional arguments of the model's forward method, such as images. They are passed on unchanged.
-        prompt_mask: 1 for prompt tokens that are also trained. They are trained once, regardless of the number of completions.
-            None: no prompt token is trained.
+        prompt_mask: 1 for prompt tokens that are also trained. Prompt tokens are trained once, regardless of the number
+            of completions. None: no prompt token is trained.
         pictures: Lists of images: those of the prompt, followed by those of each completion. The attribute ``start`` of an
             image is the index of its first placeholder token. Empty: no images.
     """
@@ -126,15 +126,15 @@ class Row:
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens that belong to the same sequences (an edge of a prefix tree). The segments that continue it follow
-        directly in the batch row.
+    """Consecutive tokens that belong to the same sequences (an edge of a prefix tree). Segments that continue this
+    segment follow directly in the batch row.
 
     Attributes:
         row: Row of the batch.
         start, stop: Range of columns of the segment. Tokens of a segment attend to each other causally.
         end: Column after the last token of all segments that continue this one. Tokens in ``[stop, end)`` attend to all tokens
             in ``[start, stop)``.
-        parent: Index of the segment that it continues. -1 for a root.
+        parent: Index of the segment that this segment continues, or -1 for a root.
         position: Position id of the first token.
     """
 
@@ -175,8 +175,8 @@ class Batch:
         position_ids: ``(B, T)`` int64. The positions of a segment continue those of its parent.
         seen_until: ``(B, T)`` int64, column after the last token that attends to this token. 0 for padding. Column q attends to
             column k if ``k <= q < seen_until[k]``.
-        predictor: ``(B, T)`` int64, column whose hidden state predicts this token. It is only valid where ``loss_mask`` is
-            True.
+        predictor: ``(B, T)`` int64, column whose hidden state predicts this token. The column is only valid where
+            ``loss_mask`` is True.
         loss_mask: ``(B, T)`` bool, True for trained tokens. A trained token always has a predictor.
         sequence: ``(B, T)`` int64, index in ``[0, S)`` of the sequence to which a completion token belongs. -1 for all other
             tokens.
@@ -189,8 +189,8 @@ class Batch:
         old_logp: ``(B, T)`` float32. None if the policy has not changed since the rollout.
         ref_logp: ``(B, T)`` float32.
         rollout_logp: ``(B, T)`` float32.
-        expected_grad: Gradient ``(B, T)`` of the loss with respect to the log-probs, if it is known before the forward pass. Or
-            a `TokenLoss`, if the loss of each token depends only on its own log-prob.
+        expected_grad: Gradient ``(B, T)`` of the loss with respect to the log-probs, if it is known before the forward
+            pass. A `TokenLoss` is possible if the loss of each token depends only on its own log-prob.
         columns: Other per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name (labels, margins, weights).
         model_kwargs: Additional arguments of the model's forward method, which are passed on unchanged.
         pictures: Tuples of row, column of the first placeholder, and image, in column order.
@@ -324,8 +324,8 @@ class Batch:
 
 
 class Batches(list[Batch]):
-    """List of the batches of one micro-batch, as a data loader yields them. Unlike in TRL, it is not a dict of padded
-    tensors.
+    """List of the batches of one micro-batch, as a data loader yields them. Unlike in TRL, a batch is not a dict of
+    padded tensors.
     """
 
     def __getitem__(self, index: Any) -> Any:
@@ -538,11 +538,11 @@ class SampleSettings:
 
 
 class Prompt(list[int]):
-    """Token ids of a prompt with its images. Two prompts are equal if their ids and images are.
+    """Token ids of a prompt with its images. Two prompts are equal if their ids and their images are equal.
 
     Args:
         ids: Token ids with one placeholder per image feature.
-        pictures: Images in reading order. Each has the index ``start`` of its first placeholder.
+        pictures: Images in reading order. The attribute ``start`` of an image is the index of its first placeholder.
     """
 
     def __init__(self, ids: Iterable[int], pictures: Iterable[Any] = ()) -> None:
@@ -563,11 +563,12 @@ class Prompt(list[int]):
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """Request for ``n`` completions of one prompt. ``sampling`` are its sampling settings (None: the settings of the call).
+    """Request for ``n`` completions of one prompt. ``sampling`` are the sampling settings of the request, or None for
+    the settings of the call.
 
     ``pictures`` are the images of the prompt, for engines that support them (`Capabilities.pictures`); see `Prompt`.
     The last ``written`` tokens of the prompt are the beginning of an interrupted completion. Stop strings and guides
-    take them into account.
+    take these tokens into account.
     """
 
     prompt_ids: Sequence[int]
@@ -598,8 +599,9 @@ class Rollout:
             ``version``.
         pictures: Images of the prompt.
         shown: Images from tools and environments, with their positions in ``token_ids``.
-        branches: Other sequences of the same episode, i.e. branches of an agent's history. Their prompts may contain this
-            sequence. All sequences of an episode have the same reward and advantage, and together count as one sequence.
+        branches: Other sequences of the same episode, i.e. branches of an agent's history. The prompts of these
+            branches may contain this sequence. All sequences of an episode have the same reward and advantage, and
+            together count as one sequence.
         credit: Number by which the advantage of this sequence is multiplied.
     """
 

@@ -124,7 +124,7 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
 
     Args:
         flat: Number of consecutive generations without a nonzero advantage.
-        rewards: Total rewards of their completions.
+        rewards: Total rewards of the completions in these generations.
         limit: Minimum number of generations for a finding. It is 1 if all rewards are 0.
     """
     unscored = bool(rewards) and all(math.isnan(reward) for reward in rewards)
@@ -239,7 +239,7 @@ GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
 
 
 class Notice(NamedTuple):
-    """Message without a code. For each key, it is logged at its first and then at every 100th occurrence."""
+    """Message without a code. A message with a given key is logged at its first and then at every 100th occurrence."""
 
     key: str
     text: str
@@ -391,8 +391,8 @@ def _unscored_generations(
 
 
 def _narrow_groups(history: RewardHistory, least: float) -> Notice | None:
-    """Find groups whose rewards have a tiny standard deviation. Division by it would amplify noise to updates of normal
-    size.
+    """Find groups whose rewards have a tiny standard deviation. Division by such a standard deviation would amplify
+    noise to updates of normal size.
     """
     known, whole = len(history.spreads), history.totals.std
     narrow = sum(std > 0 and least <= std < NARROW_SPREAD * whole for std in history.spreads)

@@ -113,7 +113,9 @@ class View:
     generations_per_step: float = 1.0
 
     def values(self, name: str | None = None) -> list[float] | None:
-        """Return a metric's values in the window. None if the log is shorter than the window or a row lacks the metric."""
+        """Return a metric's values in the window. Return None if the log is shorter than the window or a row lacks the
+        metric.
+        """
         return window(self.history, name or self.name, self.steps)
 
     def last(self, name: str, count: int) -> list[float]:
@@ -168,7 +170,9 @@ class Rule:
     title: str = ""
 
     def names_in(self, row: Mapping[str, float]) -> list[str]:
-        """Return the rule's metrics that a row contains. Evaluation metrics include those of each named evaluation set."""
+        """Return the rule's metrics that a row contains. Evaluation metrics include the metrics of each named
+        evaluation set.
+        """
         named = tuple(name.removeprefix("eval") for name in self.metrics if name.startswith("eval_"))
         of_sets = [
             name for name in row if name not in self.metrics and name.startswith("eval_") and name.endswith(named)

@@ -490,7 +490,7 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
     """Run this command in several processes with ``accelerate launch``. Return the exit code of the process that failed first,
     or 0.
 
-    The processes receive all options. They ignore the options of the launcher.
+    The processes receive all options. The processes ignore the options of the launcher.
     """
     import torch
 
@@ -578,8 +578,8 @@ def launched(launch: list[str], *, config: PostTrainingConfig | None = None) -> 
 
 
 def _end(process: subprocess.Popen, *, tell: bool) -> None:
-    """Wait until processes have finished their step and saved a checkpoint. With ``tell``, interrupt them first. Without it,
-    the terminal has already interrupted them.
+    """Wait until processes have finished their step and saved a checkpoint. With ``tell``, interrupt them first.
+    Without ``tell``, the terminal has already interrupted the processes.
     """
     if tell:
         process.send_signal(signal.SIGINT)

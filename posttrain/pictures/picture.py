@@ -36,7 +36,8 @@ Background = Literal["white", "black"]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image of rows and batches. It holds encoded bytes, a path or the user's PIL image, but no prepared pixels.
+    """An image of rows and batches. The object holds encoded bytes, a path or the user's PIL image, but no prepared
+    pixels.
 
     Attributes:
         digest: Hash with 32 hexadecimal digits of the encoded bytes, or of mode, size and pixels. Two images are equal
@@ -135,7 +136,7 @@ class Placed:
     Attributes:
         picture: The image.
         start: Index of its first placeholder in the token ids of its prompt or completion.
-        count: Number of its placeholders. Markers between them are not counted.
+        count: Number of its placeholders. Markers between placeholders are not counted.
         grid: Numbers of patches by time, height and width after merging, for three-dimensional positions. None: plain
             positions.
     """
@@ -357,8 +358,8 @@ NOTHING: Any = object()  # Marks a text block, which cannot have an image.
 
 
 def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
-    """Return a block without its image, and the image. It is None if the image block is empty, and `NOTHING` for a text
-    block.
+    """Return a block without its image, and the image. The image is None for an empty image block, and `NOTHING` for a
+    text block.
     """
     if isinstance(block, str):
         return {"type": "text", "text": block}, NOTHING

@@ -54,8 +54,8 @@ def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
 
 
 def parse_transform(spec: str | None) -> Transform | None:
-    """Create the transform function for a spec. Its arguments are rewards ``(n,)`` and group numbers ``(n,)``, and it returns
-    the transformed rewards ``(n,)``.
+    """Create the transform function for a spec. The transform maps rewards ``(n,)`` and group numbers ``(n,)`` to
+    transformed rewards ``(n,)``.
 
     A reward of NaN (not scored) stays NaN. The specs are:
 
@@ -304,7 +304,7 @@ class RewardRunner:
 
     @property
     def weights(self) -> Tensor:
-        """Weights ``(K,)`` float32 of the functions. They can be changed during training."""
+        """Weights ``(K,)`` float32 of the functions. The weights can be changed during training."""
         return self._weights
 
     @weights.setter
@@ -468,11 +468,12 @@ class RewardRunner:
         Args:
             examples: First rows of the training set.
             conversational: Whether completions are messages.
-            evaluation: Evaluation sets with their names. They must also have the columns that the functions need.
+            evaluation: Evaluation sets with their names. Evaluation sets must also have the columns that the functions
+                need.
 
         Raises:
-            RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few values. Or an
-                evaluation set lacks a column that a function needs.
+            RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few
+                values. The error is also raised if an evaluation set lacks a column that a function needs.
         """
         for name, dataset in evaluation:
             columns = known_columns(dataset)

@@ -68,10 +68,10 @@ class GRPOTrainer(OnlineTrainer):
         quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         tools: Python functions that the model may call. Each function needs type hints and a docstring.
-        rollout_func: Function that samples completions instead of an engine. Its argument is a list of prompts, and it returns
-            a dict of lists.
-        environment_factory: Function that creates an environment for each completion, or a dict from names to several
-            functions. With a dict, the column ``environment`` contains the name for each row.
+        rollout_func: Function that samples completions instead of an engine. The function maps a list of prompts to a
+            dict of lists.
+        environment_factory: Function that creates an environment for each completion, or a mapping from names to such
+            functions. With a mapping, the column ``environment`` selects the function of each row.
         harness: Agent code of the user, which calls an OpenAI-compatible endpoint of the model. See `Harness`.
         rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         data_collator: Not supported. It must be None, because batches are built after completions are sampled.
