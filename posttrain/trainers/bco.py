@@ -41,10 +41,11 @@ class BCOTrainer(PreferenceTrainer):
     The loss of a good answer is ``-logsigmoid(r - delta)``, and that of a bad answer is ``-logsigmoid(-(r - delta))``. The
     reward ``r`` is ``beta`` times the log-ratio of policy and reference.
 
-    delta is the running mean of all rewards so far, including those of the current optimizer step. It is saved with every
-    checkpoint. Evaluation uses delta without changing it. If an optimizer step has one forward pass, this pass updates delta
-    from its own rewards. If it has several passes (accumulation, or rows that do not fit into one pass), additional passes
-    without gradients first compute all rewards of the step. Accumulation therefore changes neither delta nor the gradient.
+    delta is the running mean of all rewards so far, including those of the current optimizer step. delta is saved with
+    every checkpoint. Evaluation uses delta without changing it. If an optimizer step has one forward pass, this pass
+    updates delta from its own rewards. If the step has several passes (accumulation, or rows that do not fit into one
+    pass), additional passes without gradients first compute all rewards of the step. Accumulation therefore changes
+    neither delta nor the gradient.
 
     With ``embedding_func``, bad answers are weighted by how much their prompts resemble the prompts of good answers.
 
@@ -168,7 +169,7 @@ def with_delta(
         inputs: Items of the loader.
         micro_batches: Their batches.
         mode: ``train`` or ``eval``.
-        prepare: Adds the reference's log-probs, see `Hooks.prepare`.
+        prepare: Function that adds the reference's log-probs, see `Hooks.prepare`.
     """
     micro_batches = prepare(run, inputs, micro_batches, mode)
     if mode == "train":

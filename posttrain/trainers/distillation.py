@@ -113,8 +113,9 @@ class DistillationTrainer(OnlineTrainer):
 
     Args:
         model: Student to train, as a path, Hub id, model object or peft model.
-        teacher_model: Teacher: path, Hub id or model, or several by name. With several, the column ``teacher_id``
-            selects the teacher of each row, or ``args.teacher_weights`` mixes them. If None, ``args`` sets the teacher.
+        teacher_model: Teacher as a path, Hub id or model object, or a mapping from names to teachers. With several
+            teachers, the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them.
+            If None, ``args`` sets the teacher.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
@@ -483,7 +484,9 @@ class DistillationTrainer(OnlineTrainer):
     # Data --------------------------------------------------------------------------------------------------------
 
     def make_prompt_source(self) -> PromptSource:
-        """Create the prompt source. It keeps all columns, because answers and privileged context are needed later."""
+        """Create the prompt source. The source keeps all columns, because answers and privileged context are needed
+        later.
+        """
         source = super().make_prompt_source()
         source.drops_columns = False
         return source
@@ -537,7 +540,7 @@ class DistillationTrainer(OnlineTrainer):
         self.columns = len(self.processing_class)
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert dataset answers to rows. Without answers, completions are sampled later."""
+        """Convert dataset answers to rows. If the dataset has no answers, completions are sampled later."""
         if not examples or "completion_ids" not in examples[0]:
             raise NotImplementedError
         ids = [(list(example["prompt_ids"]), list(example["completion_ids"])) for example in examples]
@@ -717,8 +720,8 @@ class DistillationTrainer(OnlineTrainer):
         return privileged_prompt(example, template, shown, self.processing_class, most=most, kwargs=kwargs)
 
     def make_reference(self) -> Reference | None:
-        """Create a reference only if the loss has a GRPO term. Without it, ``beta`` is the parameter of the divergence and
-        not the weight of a KL penalty.
+        """Create a reference only if the loss has a GRPO term. Without such a term, ``beta`` is the parameter of the
+        divergence and not the weight of a KL penalty.
         """
         return super().make_reference() if self.method.takes_rewards else None
 
@@ -736,9 +739,9 @@ class DistillationTrainer(OnlineTrainer):
     ) -> Tensor:
         """Compute the divergence from logits, with TRL's name and arguments.
 
-        An override in a subclass replaces the divergence of the loss. It is called with the logits and labels of the
-        loss tokens, and must return the mean over these tokens. Without an override the loss is computed in chunks and
-        does not call this method.
+        An override in a subclass replaces the divergence of the loss. The override is called with the logits and labels
+        of the loss tokens, and must return the mean over these tokens. Without an override the loss is computed in
+        chunks and does not call this method.
 
         Args:
             student_logits: ``(B, T, V)``.

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class DPOTrainer(PreferenceTrainer):
     """Train on preference pairs with DPO and related losses. The prompt of a pair is computed once per model.
 
-    Without ``ref_model``, the reference is the model with its initial weights. It is a frozen copy, or, with ``peft_config``,
-    the model with its adapter disabled.
+    Without ``ref_model``, the reference is the model with its initial weights. This reference is a frozen copy, or,
+    with ``peft_config``, the model with its adapter disabled.
 
     Reference log-probs are cached after the first epoch.
 

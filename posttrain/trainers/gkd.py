@@ -29,8 +29,9 @@ class GKDTrainer(DistillationTrainer):
 
     Args:
         model: Student to train, as a path, Hub id, model object or peft model.
-        teacher_model: Teacher: path, Hub id or model, or several by name. With several, the column ``teacher_id``
-            selects the teacher of each row, or ``args.teacher_weights`` mixes them. If None, ``args`` sets the teacher.
+        teacher_model: Teacher as a path, Hub id or model object, or a mapping from names to teachers. With several
+            teachers, the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them.
+            If None, ``args`` sets the teacher.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         data_collator: Not supported. It must be None, because batches are built after completions are sampled.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.

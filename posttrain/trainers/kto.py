@@ -42,9 +42,9 @@ class KTOTrainer(PreferenceTrainer):
     and one bad answer.
 
     The baseline z0 is the mean log-ratio of mismatched prompts and answers, i.e. of prompts with the answers to other prompts
-    of the batch. It is averaged over the optimizer step and all ranks, is at least 0 and has no gradient. The column
-    ``KL_completion_ids`` can set the mismatched answer of each row. ``precompute_ref_log_probs`` adds this column, and columns
-    with the reference's log-probs of the answer and of the mismatched answer.
+    of the batch. z0 is averaged over the optimizer step and all ranks, is at least 0 and has no gradient. The column
+    ``KL_completion_ids`` can set the mismatched answer of each row. ``precompute_ref_log_probs`` adds this column, and
+    columns with the reference's log-probs of the answer and of the mismatched answer.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
@@ -197,8 +197,8 @@ def with_baseline(
         inputs: Judged and mismatched batches of each micro-batch.
         micro_batches: The judged batches.
         mode: ``train`` or ``eval``.
-        prepare: Adds the reference's log-probs, see `Hooks.prepare`.
-        refer: Adds the reference's log-probs to one batch.
+        prepare: Function that adds the reference's log-probs, see `Hooks.prepare`.
+        refer: Function that adds the reference's log-probs to one batch.
     """
     micro_batches = prepare(run, inputs, micro_batches, mode)
     mismatched = [batch for _, others in inputs for batch in others]
