@@ -186,7 +186,7 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
     if broken and not broken.endswith(MISSING):
         raise CheckpointError(
             f"the checkpoint {str(path)!r} is incomplete: {broken}. {_offer(path.parent, path)} If the file was "
-            f"changed on purpose, remove {MARKER} there."
+            f"changed on purpose, remove {MARKER} from the folder."
         )
     # Continue with a warning, because files may be missing on purpose (e.g. the optimizer state). Code that needs a missing
     # file raises an error.
@@ -194,8 +194,8 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
         logger.warning("%s: %s since it was written.", path, broken)
     if marker(path) is None:
         logger.warning(
-            "%s has no file %s: it was written by another program, or its writing was interrupted. It is used because its "
-            "path was passed.", path, MARKER,
+            "%s has no file %s: the checkpoint was written by another program, or writing was interrupted. It is "
+            "used because its path was passed.", path, MARKER,
         )  # fmt: skip
     return str(resume)
 
@@ -515,8 +515,8 @@ def telling_of_room(folder: Path, size: Callable[[], int]) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"the model could not be written to {str(folder)!r}: {error} ({gib(free_disk(folder))} are free, the model needs "
-            f"about {gib(size())}). The files there are incomplete. Fix: free some space and save again, or resume from the "
-            "last checkpoint."
+            f"about {gib(size())}). The files in this folder are incomplete. Fix: free some space and save again, "
+            "or resume from the last checkpoint."
         ) from error
 
 
@@ -670,12 +670,12 @@ class Checkpointer:
             whole = last_complete_checkpoint(part.parent)
             raise CheckpointError(
                 f"the checkpoint of step {state.global_step} could not be written into {str(part.parent)!r}: {error} "
-                f"({gib(free_disk(part.parent))} are free, a checkpoint needs about {gib(self.size())}). Nothing "
-                "half-written was left; "
+                f"({gib(free_disk(part.parent))} are free, a checkpoint needs about {gib(self.size())}). "
+                "Fix: free some space and "
                 + (
-                    f"the last complete checkpoint is {whole.name}: free some space and resume from it"
+                    f"resume from the last complete checkpoint, {whole.name}"
                     if whole
-                    else "there is none yet"
+                    else "start again, because no complete checkpoint exists"
                 )
                 + ", or set save_total_limit, save_only_model=True, or another output_dir."
             ) from error
@@ -782,7 +782,7 @@ def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Findi
     others = strangers(folder, run)
     # These folders can be removed: this run holds the lock of the output folder, so no other process writes them.
     for path in leftovers(folder):
-        logger.warning("%s was only partly written by a run that was killed. It is removed.", path)
+        logger.warning("%s was only partly written by a run that was killed. The folder is removed.", path)
         shutil.rmtree(path, ignore_errors=True)
     return check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
 

@@ -424,6 +424,6 @@ def check_best_metric(args: PostTrainingConfig, metrics: Mapping[str, float]) ->
         measured = [key for key in metrics if not key.endswith(("_runtime", "_per_second"))]
         near = difflib.get_close_matches(full, measured, n=5, cutoff=0.3) or sorted(measured)[:5]
         raise ConfigError(
-            f"metric_for_best_model={name!r}: the evaluation has no such metric. The most similar ones are {near}. "
-            "Fix: use a metric of the evaluation, or return this one from compute_metrics."
+            f"metric_for_best_model={name!r}: the evaluation has no such metric. The most similar metrics are {near}. "
+            "Fix: use a metric of the evaluation, or return this metric from compute_metrics."
         )

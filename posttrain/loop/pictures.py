@@ -519,7 +519,7 @@ def _processor_of(processing_class: Tokenizer, model_id: str, *, images: bool) -
         raise DataError(
             f"rows have images, but processing_class is {type(processing_class).__name__}, which reads only text. The images "
             "are in a column 'images' or 'image', or inside messages. Fix: pass AutoProcessor.from_pretrained(model) as "
-            "processing_class. SFT prepares these rows: also remove data_collator, formatting_func and skip_prepare_dataset."
+            "processing_class. SFT prepares images itself: also remove data_collator, formatting_func and skip_prepare_dataset."
         )
     return load_processor(model_id) if images else None
 

@@ -254,7 +254,7 @@ class WeightSync:
                 ServerUnreachable,
                 ServerBusy,
             ) as error:
-                logger.warning("%s Its weights are compared after the next push.", error)
+                logger.warning("%s The server is compared with the trainer after the next push.", error)
                 self._pushed_at, self.parity.ended = None, None
 
     def parity_due(self, again: bool = False) -> bool:

@@ -137,7 +137,7 @@ def rope_limits(model: Module) -> tuple[int | None, int | None]:
     ends = [text.max_position_embeddings for rope in kinds if "dynamic" in rope["rope_type"]]
     if len(set(switches)) > 1:
         raise ModelError(
-            f"layers with longrope change their frequencies at different lengths {sorted(set(switches))}, which is not supported."
+            f"layers with longrope change rotary frequencies at several lengths {sorted(set(switches))}, which is not supported."
         )
     return (min(switches) - virtual if switches else None), (min(ends) - virtual if ends else None)
 

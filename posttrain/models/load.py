@@ -500,8 +500,8 @@ def load_tokenizer(
         )
     if Path(model_id).is_dir() and not TOKENIZER_FILES & set(os.listdir(model_id)):
         raise ModelError(
-            f"the model folder {model_id!r} has no tokenizer (none of {', '.join(sorted(TOKENIZER_FILES))}). Fix: save it there "
-            "with tokenizer.save_pretrained(folder), or pass processing_class=tokenizer."
+            f"the model folder {model_id!r} has no tokenizer (none of {', '.join(sorted(TOKENIZER_FILES))}). Fix: "
+            "save the tokenizer there with tokenizer.save_pretrained(folder), or pass processing_class=tokenizer."
         )
     extra = {"revision": revision} if revision else {}
     with explained("tokenizer", model_id):
@@ -770,7 +770,7 @@ def _check_recurrent_layers(model: Module, moved: bool) -> None:
         raise ConfigError(
             f"{what}. Fix: set exclude_modules={names} in peft_config, or add the layers to modules_to_save."
         )
-    logger.warning("%s. Set exclude_modules=%s in peft_config to exclude it.", what, names)
+    logger.warning("%s. Set exclude_modules=%s in peft_config to exclude this layer.", what, names)
 
 
 def _check_adapter(model: Any, activation_checkpointing: bool) -> None:

@@ -226,8 +226,8 @@ def check_offloading(args: PostTrainingConfig) -> None:
     """
     if args.activation_offloading and args.device.type == "cpu":
         raise ConfigError(
-            "activation_offloading=True moves activations from an accelerator to host memory, but this run is on a CPU. Fix: "
-            "remove it. gradient_checkpointing=True saves memory on a CPU."
+            "activation_offloading=True moves activations from an accelerator to host memory, but this run is on "
+            "a CPU. Fix: remove the option. gradient_checkpointing=True saves memory on a CPU."
         )
 
 

@@ -177,7 +177,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
     text = inner.config.get_text_config()
     kinds = layer_kinds(text)
     if has_recurrent_layers(model) and not recurrent.replaced(inner):
-        raise ModelError(f"it has layers that mix tokens without attention ({sorted(set(kinds) - KINDS)})")
+        raise ModelError(f"the model has layers that mix tokens without attention ({sorted(set(kinds) - KINDS)})")
     sizes = {name: getattr(text, name, None) for name in (*SHRINKABLE, *FIXED)}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
     if kinds and all(kind == "full_attention" for kind in kinds):
@@ -191,7 +191,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
         windows = {name: size for name, size in windows.items() if not shrunk or name not in shrinkable}
     longest = max(windows.values(), default=0)
     if longest > LONGEST:
-        raise ModelError(f"a window of {longest} tokens cannot be reduced, but a probe has at most {LONGEST} tokens")
+        raise ModelError(f"a window of {longest} tokens cannot be reduced to the {LONGEST} tokens of a probe")
     return [*cases, (longest + SHORT, nullcontext())] if longest else cases
 
 

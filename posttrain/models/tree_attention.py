@@ -626,8 +626,8 @@ def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
     if found := next((names[PLAIN] for names in files if PLAIN in names), None):
         return found
     raise ModelError(
-        f"attn_implementation='eager' is not supported for {kind.__name__}, because its file has no function {PLAIN} for calls "
-        "without segments. Fix: set attn_implementation='sdpa'."
+        f"attn_implementation='eager' is not supported for {kind.__name__}, because its source file has no function "
+        f"{PLAIN} for calls without segments. Fix: set attn_implementation='sdpa'."
     )
 
 

@@ -340,8 +340,8 @@ class RolloutWindow:
         if state["buffer"] is not None and before != now:
             raise CheckpointError(
                 f"this checkpoint contains rollouts that {before} processes have only partly used for training, but this run has "
-                f"{now}. Fix: resume with {before} processes, or from a checkpoint without such rollouts. A run "
-                "has one every steps_per_generation * num_iterations / gradient_accumulation_steps steps."
+                f"{now}. Fix: resume with {before} processes, or from a checkpoint without such rollouts. All "
+                "rollouts are used up every steps_per_generation * num_iterations / gradient_accumulation_steps steps."
             )
         self.step, self.generations, self.born = state["step"], state["generations"], state["born"]
         saved = state["buffer"]

@@ -150,7 +150,7 @@ class PagedEngine(RolloutEngine):
             raise RolloutError(
                 f"transformers' continuous batching lost the completions {lost[:8]} of "
                 f"{len(work)}{'' if not failed else f': {next(iter(failed.values()))}'}. No completion of this call "
-                "is used; see transformers' log. Set rollout_engine='native' to sample without it."
+                "is used; see transformers' log. Set rollout_engine='native' to sample without continuous batching."
             )
         return [self._rollout(prompt, results[number], sampling) for number, (prompt, _) in enumerate(work)]
 

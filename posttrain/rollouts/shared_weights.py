@@ -314,7 +314,7 @@ class SharedWeights:
             path.unlink(missing_ok=True)
             raise WeightSyncError(
                 f"version {version} ({size / 1e6:.0f} MB) could not be written to {self.folder} ({free / 1e6:.0f} MB "
-                f"free): {error}. Free space there.",
+                f"free): {error}. Free space in this folder.",
                 phase="bucket", version=version,
             ) from error  # fmt: skip
         draft = self.folder / "latest.draft"

@@ -247,7 +247,7 @@ class Session:
         """
         if content.get("format") != FORMAT:
             raise DataError(
-                f"{where}: format={content.get('format')!r}, but this version reads format {FORMAT}. Fix: record it again."
+                f"{where}: format={content.get('format')!r}, but this version reads format {FORMAT}. Fix: record a new file."
             )
         try:
             session = cls(content["key"], content["seed"])
@@ -258,7 +258,7 @@ class Session:
                 session.calls.append(CapturedCall(**{**call, "completions": completions, "parent": parent}))
         except (KeyError, TypeError, IndexError) as error:
             raise DataError(
-                f"{where}: the line is not a recorded session ({type(error).__name__}: {error}). Fix: record it again."
+                f"{where}: the line is not a recorded session ({type(error).__name__}: {error}). Fix: record a new file."
             ) from error
         session.closed = True
         return session
@@ -332,11 +332,11 @@ def read_sessions(path: str | Path) -> Iterator[Recorded]:
             content = json.loads(line)
         except ValueError as error:
             raise DataError(
-                f"{where}: the line is not valid JSON ({error}). Fix: remove the line, or record again."
+                f"{where}: the line is not valid JSON ({error}). Fix: remove the line, or record a new file."
             ) from error
         if not isinstance(content, dict):
             raise DataError(
-                f"{where}: the line is not a recorded session but {type(content).__name__}. Fix: record it again."
+                f"{where}: the line is not a recorded session but {type(content).__name__}. Fix: record a new file."
             )
         session = Session.of(content, where)
         yield Recorded(content.get("task") or {}, session, content.get("result"), content.get("error"))

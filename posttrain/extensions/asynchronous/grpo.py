@@ -124,7 +124,7 @@ class AsyncGRPOTrainer(AsyncTrainer):
             warn_of_reward_models(reward_funcs)
         if rollout_func is not None:
             raise ConfigError(
-                "rollout_func runs in the trainer, but workers sample the rollouts here. Pass rollout_worker instead."
+                "rollout_func runs in the trainer, but asynchronous GRPO samples in workers. Pass rollout_worker."
             )
         # Tools and environments may return images after the prompt, but samples support images only in the prompt.
         self._prompt_images = not (tools or environment_factory)

@@ -322,7 +322,7 @@ class WorkerPool:
         if len(self._restarted) > self.settings.max_restarts:
             raise RolloutError(
                 f"{len(self._restarted)} workers failed within {RESTART_WINDOW_S / 60:.0f} minutes, more than "
-                f"max_worker_restarts={self.settings.max_restarts}. The last: {error}"
+                f"max_worker_restarts={self.settings.max_restarts}. The last error: {error}"
             )
         logger.warning("%s A new worker replaces it, and its prompts are retried.", error)
         self.restarts += 1

@@ -296,8 +296,8 @@ class PPOTrainer(OnlineTrainer):
             return tuple(self.stop_ids)
         if chosen is None:
             logger.warning(
-                "stop_token=None: responses do not stop at an end token and all have response_length=%d tokens. Set "
-                "stop_token='eos' to stop there.", self.args.response_length,
+                "stop_token=None: responses do not stop at an end token and all have response_length=%d tokens. "
+                "Set stop_token='eos' to stop at the eos token.", self.args.response_length,
             )  # fmt: skip
         return () if chosen is None else (chosen,)
 

@@ -241,8 +241,8 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
         self.mini_batch_size = exact_div(self.batch_size, self.num_mini_batches, rule)
         if self.whiten_rewards and self.local_mini_batch_size < WHITEN_LEAST:
             raise ConfigError(
-                f"whiten_rewards=True with mini-batches of {self.local_mini_batch_size} responses per process: their "
-                f"standard deviation is too noisy. Use at least {WHITEN_LEAST} responses, or set whiten_rewards=False."
+                f"whiten_rewards=True: mini-batches of {self.local_mini_batch_size} responses per process are too small for a "
+                f"standard deviation. Use at least {WHITEN_LEAST} responses, or set whiten_rewards=False."
             )
 
     def plan(self, rows: int | None) -> None:

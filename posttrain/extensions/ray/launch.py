@@ -207,7 +207,7 @@ class _Placed:
             raise ConfigError(
                 f"--launcher ray needs {cpus:g} CPUs and {gpus:g} GPUs for the trainer and {len(self.bundles) - 1} servers "
                 f"(ray_placement={job.options.ray_placement!r}), but the Ray cluster has {free.get('CPU', 0):g} CPUs and "
-                f"{free.get('GPU', 0):g} GPUs free after {job.options.ray_timeout:g} s. Fix: request fewer, or add machines."
+                f"{free.get('GPU', 0):g} GPUs free after {job.options.ray_timeout:g} s. Fix: request less, or add machines."
             )
 
     def start(self, index: int, function: Any, *arguments: Any) -> Any:
@@ -259,7 +259,7 @@ class _Placed:
             try:
                 code = int(self.ray.get(ended))
             except self.ray.exceptions.RayError as error:
-                print(f"posttrain: error: a command was lost: {str(error).splitlines()[0]}", file=sys.stderr)
+                print(f"posttrain: error: a Ray task was lost: {str(error).splitlines()[0]}", file=sys.stderr)
                 code = LOST
             if ended == main:
                 return code

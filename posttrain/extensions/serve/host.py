@@ -214,7 +214,7 @@ class Completions(Strict):
         placed = encoder.processor.place(ids, pictures)
         theirs, ours = [(p.start, p.count) for p in self.placed], [(p.start, p.count) for p in placed]
         if theirs != ours:
-            raise DataError(f"PT-G016: images are at {ours} (start, count) here, but at {theirs} in the trainer.")
+            raise DataError(f"PT-G016: the server places images at {ours} (start, count), but the trainer at {theirs}.")
         return placed
 
 

@@ -130,7 +130,7 @@ class ServerPool:
                     "vllm_server_base_url.",
                     url=hide_secrets(url),
                 ) from error
-            logger.warning("%s is not available yet, and will be used when it is: %s", hide_secrets(url), error)
+            logger.warning("server %s is not available yet and is used once it answers: %s", hide_secrets(url), error)
 
     def _admit_new(self, urls: Sequence[str], left_out: type[RolloutServerError]) -> dict[str, RolloutServerError]:
         """Connect to servers that were added to the list. Return the errors of servers that are not available."""

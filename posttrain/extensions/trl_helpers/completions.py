@@ -160,7 +160,7 @@ class EvalPrompts:
 def _rows(dataset: AnyDataset, name: str, num_prompts: int | None) -> datasets.Dataset:
     if dataset is None:
         raise ConfigError(
-            "completions are sampled from the prompts of eval_dataset, but the trainer has no eval_dataset. Fix: pass one."
+            "completions are sampled from the prompts of eval_dataset, but the trainer has no eval_dataset. Fix: set dataset."
         )
     if num_prompts is not None and num_prompts < 1:
         raise ConfigError(f"num_prompts={num_prompts} must be at least 1, or None for all prompts.")

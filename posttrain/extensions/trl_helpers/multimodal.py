@@ -122,9 +122,9 @@ class DataCollatorForVisionLanguageModeling(VisionCollator):
 
     def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
         if self.assistant_only_loss and "messages" not in examples[0]:
-            raise ConfigError("assistant_only_loss=True needs rows of 'messages'.")
+            raise ConfigError("assistant_only_loss=True needs rows with a column 'messages'.")
         if self.completion_only_loss and "prompt" not in examples[0]:
-            raise ConfigError("completion_only_loss=True needs rows of 'prompt' and 'completion'.")
+            raise ConfigError("completion_only_loss=True needs rows with the columns 'prompt' and 'completion'.")
         pictures, rows = self._read(examples)
         batch = self._batch(rows, pictures)
         answers = batch.pop("completion_mask")

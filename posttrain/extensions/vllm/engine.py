@@ -540,8 +540,8 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
     _refuse_abbreviations(rest, known)
     if parsed.config:
         raise ConfigError(
-            f"--config {parsed.config}: options in a file are not checked, and the token is written for the port on the "
-            "command line. Fix: pass all options on the command line."
+            f"--config {parsed.config}: a file is not supported, because its options are not checked and the "
+            "token is written for the port on the command line. Fix: pass all options on the command line."
         )
     if not parsed.model:
         raise ConfigError("--model is missing: set the model to serve.")
@@ -615,8 +615,8 @@ def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
         )
     if cpu and parsed.enable_chunked_prefill:
         raise ConfigError(
-            "--enable-chunked-prefill on a CPU: this build cannot rewind a seeded generator after a chunk, and stops "
-            "with 'CPU Generator does not use offset'. Fix: remove it."
+            "--enable-chunked-prefill does not work on a CPU: vLLM cannot rewind a seeded generator after a "
+            "chunk, and stops with 'CPU Generator does not use offset'. Fix: remove the option."
         )
 
 

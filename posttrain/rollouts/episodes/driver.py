@@ -407,7 +407,7 @@ def _rollout(
     if most is not None and len(ids) > most:
         raise _Bad(
             f"{_at('completion_ids', row)} has {len(ids)} tokens, but max_completion_length={most}. Fix: end "
-            "completions there, or raise max_completion_length."
+            "completions at this length, or raise max_completion_length."
         )
     mask, logp = None, []
     if "env_mask" in returned:

@@ -320,7 +320,7 @@ def _probe(name: str, factory: Any) -> _Kind:
     instance = factory()
     kind = type(instance)
     if not callable(getattr(instance, "reset", None)):
-        raise ConfigError(f"{where} returned a {kind.__name__}, which has no method reset. An environment needs one.")
+        raise ConfigError(f"{where} returned a {kind.__name__}, but an environment must have a method reset.")
     methods = _tool_names(kind)
     schemas = [tool_schema(getattr(instance, method)) for method in methods]
     return _Kind(name, factory, kind, schemas, methods, [instance], [instance])
