@@ -82,7 +82,9 @@ def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = 
 
 
 def as_yielded(run: Run, batches: Sequence[Batch], index: int = 0) -> list[Batch]:
-    """Return the batches of a data loader item as a list. It is used if the collator already creates the batches."""
+    """Return the batches of a data loader item as a list. This function is used if the collator already creates the
+    batches.
+    """
     return list(batches)
 
 
@@ -508,7 +510,7 @@ def prepared_model(
         model: The loaded model.
         args: The trainer's config.
         peft_config: Config of a new adapter, or None.
-        added_tokens: Ids of new tokens. Their embeddings are trained in addition to an adapter.
+        added_tokens: Ids of new tokens. The embeddings of new tokens are trained in addition to an adapter.
         generative: Whether it has a language-model head. Otherwise its score head is trained.
     """
     if args.disable_dropout:
@@ -631,7 +633,9 @@ def is_ours(cls: type) -> bool:
 
 
 def user_override(kind: type, name: str) -> type | None:
-    """Return the user's class that defines ``name`` for a trainer. None if the package's own definition is used."""
+    """Return the user's class that defines ``name`` for a trainer. The result is None if the package's own definition
+    is used.
+    """
     # Skip the adapter classes of compat/, because they do not define methods of the user.
     classes = [cls for cls in kind.__mro__ if not cls.__module__.startswith("posttrain.compat.")]
     owner = next((cls for cls in classes if name in vars(cls)), None)

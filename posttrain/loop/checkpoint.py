@@ -56,8 +56,8 @@ UNFINISHED = re.compile(r"checkpoint-\d+\.tmp-.+")
 
 
 def staging(folder: Path, step: int, run: str) -> Path:
-    """Return the folder in which the checkpoint of a step is written. Its name does not match the pattern of checkpoint
-    folders.
+    """Return the folder in which the checkpoint of a step is written. The folder's name does not match the pattern of
+    checkpoint folders.
     """
     return folder / f"checkpoint-{step}.tmp-{run}"
 
@@ -137,7 +137,7 @@ def last_complete_checkpoint(folder: str | Path) -> Path | None:
 
 
 def _hash(path: Path) -> str:
-    """Return the XXH3 hash of a file (128 bits). It detects corruption, not tampering."""
+    """Return the XXH3 hash of a file (128 bits). The hash detects corruption, not tampering."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while part := file.read(1 << 24):
@@ -378,8 +378,8 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
 
 
 def rows_fingerprint(dataset: object) -> str | None:
-    """Return the number of rows and a hash of 32 evenly spaced rows. None for a stream, and for rows that are computed
-    on access.
+    """Return the number of rows and a hash of 32 evenly spaced rows. The result is None for a stream, and for rows that
+    are computed on access.
     """
     known = isinstance(dataset, list) or (isinstance(dataset, Dataset) and dataset.format["type"] != "custom")
     if not known:
@@ -526,8 +526,8 @@ STATE_FILE = "posttrain_state.json"
 class Checkpointer:
     """Writes checkpoints atomically, and removes old ones.
 
-    A checkpoint is written to a temporary folder and then renamed. It is marked as complete after callbacks have added
-    their files. Runs only resume from marked checkpoints.
+    A checkpoint is written to a temporary folder and then renamed. A checkpoint is marked as complete after callbacks
+    have added their files. Runs only resume from marked checkpoints.
 
     Args:
         args: The trainer's config: ``output_dir``, ``save_total_limit``.
@@ -636,7 +636,7 @@ class Checkpointer:
         """Mark the last checkpoint as complete, including the files of callbacks, then remove old ones.
 
         Returns:
-            Its folder. None if no checkpoint was written since the last call.
+            Its folder. The result is None if no checkpoint was written since the last call.
         """
         final, self._unmarked = self._unmarked, None
         if final is None:
@@ -705,9 +705,9 @@ def saved_state(folder: str | None, accelerator: Accelerator) -> dict[str, Any]:
 class Place:
     """Position in the training rows, and random states, from which a resumed run continues.
 
-    `transformers` counts the rows of a stream from the start of its first pass. It restores random states after the
-    batches of the first step were read. By then, an online method has already sampled and scored completions, so this
-    class restores them earlier.
+    `transformers` counts the rows of a stream from the start of its first pass. `transformers` restores random states
+    after the batches of the first step were read. By then, an online method has already sampled and scored completions,
+    so this class restores them earlier.
 
     Attributes:
         checkpoint: Checkpoint whose random states must still be restored. None: they were restored, or the run is new.
@@ -832,7 +832,7 @@ def _signals() -> list[signal.Signals]:
 
 
 def _give_back(handlers: Mapping[int, Any]) -> None:
-    """Restore the handlers that `signal.signal` returned. None means that the handler was not set from Python."""
+    """Restore the handlers that `signal.signal` returned. A handler of None was not set from Python."""
     for number, handler in handlers.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 

@@ -49,12 +49,12 @@ class Hooks:
         batches: Function of the run, an item of the training loader, and the index of the micro-batch in its optimizer
             step. It returns batches. Methods that sample generate completions in this function.
         eval_batches: Function of the run and an item of the evaluation loader that returns batches.
-        prepare: Function that adds further inputs of the loss to batches, such as log-probs of a reference. Its
-            arguments are the run, items of a loader, their batches, and ``train`` or ``eval``. In training, it is
-            called once per optimizer step with all micro-batches, after their tokens were counted. None: batches are
-            used unchanged.
-        before_split: Function of the run and the micro-batches of the current step. It is called before a pass that
-            does not fit into memory is split.
+        prepare: Function that adds further inputs of the loss to batches, such as log-probs of a reference. The
+            function's arguments are the run, items of a loader, their batches, and ``train`` or ``eval``. In training,
+            it is called once per optimizer step with all micro-batches, after their tokens were counted. None: batches
+            are used unchanged.
+        before_split: Function of the run and the micro-batches of the current step. The function is called before a
+            pass that does not fit into memory is split.
         postprocess_metrics: Function that adds derived metrics to the metrics of a log window.
         predictions: Function of the model and batches that returns one pair (logits, labels) per row.
         own_loss: Whether the user's code defines the loss.
@@ -209,8 +209,8 @@ class Run:
         """Yield the model without DDP, in eval mode, without gradients and with the run's precision. Each module's mode
         is restored on exit.
 
-        DDP's forward method sometimes broadcasts buffers. Such a collective would block if other ranks do not run the
-        same pass.
+        DDP's forward method sometimes broadcasts buffers. This broadcast would block if other ranks do not run the same
+        pass.
         """
         model = self.progress.wrapped if model is None else model
         model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

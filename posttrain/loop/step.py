@@ -135,9 +135,9 @@ def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: 
     """Return the batch with `Batch.expected_grad`, if the gradient of the loss with respect to the log-probs can be
     computed before the pass, or separately for each token.
 
-    It is computed by calling the objective with the reference's log-probs, or with 0. An objective of a subclass is not
-    called for this, because it may have side effects. `posttrain.models.logprob.token_logprobs` describes how the
-    output layer uses this gradient on a CPU.
+    The gradient is computed by calling the objective with the reference's log-probs, or with 0. An objective of a
+    subclass is not called for this, because it may have side effects. `posttrain.models.logprob.token_logprobs`
+    describes how the output layer uses this gradient on a CPU.
     """
     own = run.hooks.objective or run.loss_function
     if own or batch.input_ids.device.type != "cpu" or not (known := run.method.knows_gradient(batch)):

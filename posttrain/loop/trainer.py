@@ -61,7 +61,8 @@ logger = logging.getLogger(__name__)
 
 
 class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
-    """Trainer for all methods. It converts rows to batches, batches to loss terms, and loss terms to one gradient.
+    """Trainer for all methods. The trainer converts rows to batches, batches to loss terms, and loss terms to one
+    gradient.
 
     ``METHOD`` defines the algorithm. Everything else (loading, adapters, gradient accumulation, ranks, metrics,
     checkpoints) is implemented here. A subclass may override the methods that are documented as hooks, such as
@@ -211,7 +212,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self.method.traits.reads_images, False
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Check and tokenize all datasets once. It is called before the model is loaded."""
+        """Check and tokenize all datasets once. This method is called before the model is loaded."""
         prepared = self.prepare(train, "train", training=True)
         return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
 
@@ -611,7 +612,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self._upload(commit_message, token=token, revision=revision, run_as_future=not blocking)
 
     def _upload(self, message: str | None, folder: str | None = None, **options: Any) -> Any:
-        """Upload ``folder``. If it is None, upload ``output_dir`` without its checkpoints."""
+        """Upload ``folder``. If ``folder`` is None, upload ``output_dir`` without its checkpoints."""
         args, ignored = self.args, ["_*", "checkpoint-*"] if folder is None else []
         options = {"token": args.hub_token, "revision": args.hub_revision, "run_as_future": True} | options
         options |= {"repo_id": self.hub_model_id, "commit_message": message, "ignore_patterns": ignored}
@@ -827,8 +828,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
-        """Compute the loss over the whole set. It is divided by the counts of the set, so that it does not depend on
-        the evaluation batch size.
+        """Compute the loss over the whole set. The loss is divided by the counts of the set, so that it does not depend
+        on the evaluation batch size.
         """
         self.resolve()
         self.callback_handler.eval_dataloader, self.run.progress.eval_rounds = dataloader, 0

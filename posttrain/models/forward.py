@@ -51,7 +51,7 @@ def forward(
     """Run the model on a batch. Return the requested outputs of shape ``(B, T)``.
 
     Args:
-        model: A language model or classifier with `install_token_head`. It may be wrapped, e.g. in DDP.
+        model: A language model or classifier with `install_token_head`. The model may be wrapped, e.g. in DDP.
         batch: Batch on the model's device.
         needs: Names of the requested outputs: any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``,
             ``mean_logit``, ``collision``, ``values``, ``logits`` and ``aux``. For a classifier, the only name is
@@ -60,10 +60,11 @@ def forward(
         truncation: Truncation of the sampling distribution. With truncation, the output ``log_mass`` is the log of the
             remaining probability.
         chunk_size: Number of positions per chunk of logits. None: the default of `token_logprobs`.
-        compare: Function that compares two models; see `TokenHead.compare`. Its result is the output ``compared``.
+        compare: Function that compares two models; see `TokenHead.compare`. The result of ``compare`` is the output
+            ``compared``.
 
     Returns:
-        The requested outputs. Their shapes are described in `posttrain.types.ModelOutputs`.
+        The requested outputs. The shapes of outputs are described in `posttrain.types.ModelOutputs`.
     """
     install_token_head(model)
     asked = Pass(batch, needs, temperature, truncation, chunk_size, compare is not None)
@@ -87,7 +88,8 @@ def forward(
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Description of a forward pass. It is sent to the processes that compute a batch together; see `forward`.
+    """Description of a forward pass. The description is sent to the processes that compute a batch together; see
+    `forward`.
 
     Attributes:
         compares: Whether the process that owns the batch compares the last hidden states with those of another model.
@@ -115,7 +117,7 @@ def prepared(
     split: TokenSplit | None = None,
     columns: slice | None = None,
 ) -> tuple[TokenHead | ScoreHead, dict[str, Any]]:
-    """Return the head and the model inputs of a pass. Both are for all columns of the batch.
+    """Return the head and the model inputs of a pass. Head and inputs are for all columns of the batch.
 
     Args:
         model: See `forward`.

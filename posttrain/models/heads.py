@@ -35,7 +35,7 @@ LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
 class Float32Linear(nn.Linear):
-    """Linear layer with float32 weights. It disables autocast, so that logits are not rounded to bfloat16."""
+    """Linear layer with float32 weights. The layer disables autocast, so that logits are not rounded to bfloat16."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(..., H)`` of any dtype to float32 ``(..., V)``."""
@@ -136,9 +136,9 @@ class TokenHead:
             computed.
         values: Function that maps the last hidden states ``(B, T, H)`` to values ``(M,)``. None: no values are
             returned.
-        compare: Function that compares two models without full logits, instead of computing log-probs. Its arguments
-            are hidden states ``(N, H)``, the output layer (None if the states are logits), its `LogitRule`, and this
-            object.
+        compare: Function that compares two models without full logits, instead of computing log-probs. The function's
+            arguments are hidden states ``(N, H)``, the output layer (None if the states are logits), its `LogitRule`,
+            and this object.
         inputs: Function that maps the model without wrappers to additional arguments of its forward method, e.g. image
             features.
         total: Function that sums a tensor over the processes that share the batch. None: this process has all tokens of
@@ -216,7 +216,9 @@ def unsaved_encoders(model: nn.Module) -> list[str]:
 
 
 def learns_prompts(model: nn.Module) -> bool:
-    """Return whether an active peft wrapper prepends virtual tokens to every row. Such a wrapper accepts only 2-D masks."""
+    """Return whether an active peft wrapper prepends virtual tokens to every row. A wrapper with virtual tokens accepts
+    only 2-D masks.
+    """
     bare = unwrapped(model)
     config = getattr(bare, "active_peft_config", None)
     return config is not None and config.is_prompt_learning and not bare._adapters_disabled
@@ -414,7 +416,7 @@ def score(inner: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def is_one_matrix(layer: nn.Module) -> bool:
-    """Return whether an output layer is a plain linear layer. Such a layer has no adapter and no hooks except those of
+    """Return whether an output layer is a plain linear layer. A plain layer has no adapter and no hooks except those of
     sharding.
     """
     return type(layer) in (nn.Linear, Float32Linear) and _unhooked(layer)

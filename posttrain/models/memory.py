@@ -110,7 +110,8 @@ def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
     """Disable checkpointing in the last ``count`` layers (None: `layers_to_keep`), so that they keep their activations.
     Return their number.
 
-    The backward pass starts with the last layers. Their activations are freed before the earlier layers are recomputed.
+    The backward pass starts with the last layers. Activations of the last layers are freed before the earlier layers
+    are recomputed.
     """
     bare = causal_lm(model)
     layers = [m for m in bare.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
@@ -123,7 +124,7 @@ def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
 class KeepLastActivations(TrainerCallback):
     """Callback that calls `keep_last_activations` after the trainer has enabled checkpointing.
 
-    It does nothing if the user set ``every_n_layers`` in ``gradient_checkpointing_kwargs``.
+    The callback does nothing if the user set ``every_n_layers`` in ``gradient_checkpointing_kwargs``.
     """
 
     def on_train_begin(
@@ -332,7 +333,7 @@ class Available:
     """Memory that this process can use, in bytes.
 
     Attributes:
-        free: Number of bytes that this process can use. It includes bytes that this process already uses.
+        free: Number of bytes that this process can use. The number includes bytes that this process already uses.
         total: Number of bytes of the device, or the limit if there is one.
         where: Name of the device or of the limit, for messages.
     """
@@ -492,8 +493,8 @@ def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
         layer = 2H(nd + 2kd) + 2ndH + 4nd S + 6HI       (routed: top_k 6HI + 2H experts, and 6HI of shared experts)
         total = layers + 2VH (embedding) + 2VH (output layer, if not tied)
 
-    Except for the scores, all terms are products with weights, with two operations per weight. They are counted from
-    the weights of the architecture itself, which is built on the meta device.
+    Except for the scores, all terms are products with weights, with two operations per weight. The products are counted
+    from the weights of the architecture itself, which is built on the meta device.
 
     Training costs three times the forward pass. Scores are counted over the whole sequence; `adjusted_mfu` subtracts
     the causal half. The embedding is counted as a product, although it is a lookup. With tied weights, embedding and

@@ -69,12 +69,12 @@ class Part:
         config: The transformers config.
         kind: Causal language model or sequence classifier.
         dtype: Dtype of the weights.
-        peft_config: Config of an adapter. If it is set, only the adapter is trained.
+        peft_config: Config of an adapter. With an adapter, only the adapter is trained.
         trained: Whether the model is trained, so that it has gradients and optimizer states.
         bits: Bits per quantized weight of linear layers, including scales; see `weight_bits`. None: the weights are not
             quantized.
-        freeze_vision: Value of the option ``freeze_vision``. It only matters for models with a vision tower.
-        images: Whether the run's rows contain images. It only matters for models with a vision tower.
+        freeze_vision: Value of the option ``freeze_vision``. The option only matters for models with a vision tower.
+        images: Whether the run's rows contain images. Images only matter for models with a vision tower.
     """
 
     role: str
@@ -135,7 +135,7 @@ class Workload:
         passes: Number of forward and backward passes in one optimizer step.
         critic: Value model that is trained with the policy.
         value_head: Whether the policy has a value head.
-        frozen: Reference and reward models. They are in memory during the whole run.
+        frozen: Reference and reward models. Frozen models are in memory during the whole run.
         reference: How the reference's pass over the same rows is computed, without gradients. ``copy``: by a separate
             model. ``adapter``: by the policy without its adapter. Empty: there is no such pass.
         needs: Names of additional outputs; see `posttrain.models.forward.forward`.
@@ -418,7 +418,9 @@ class Shadow:
 
     @property
     def quantised(self) -> set[str]:
-        """Names of quantized weights. They are the frozen weights of all linear layers except the output layer."""
+        """Names of quantized weights. Quantized weights are the frozen weights of all linear layers except the output
+        layer.
+        """
         if self.part.bits is None:
             return set()
         linear = {f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)}
@@ -564,7 +566,8 @@ def trace_pass(
         shadow: Model with fake tensors.
         batch: Packed prefix trees. Only their shapes and masks matter.
         training: Whether to run forward and backward. If False, only forward is run, without gradients.
-        accumulating: Whether gradients of an earlier pass exist. Their memory is not included in the result.
+        accumulating: Whether gradients of an earlier pass exist. The memory of existing gradients is not included in
+            the result.
         needs: Additional outputs, see `posttrain.models.forward.forward`.
         autocast: Dtype of autocast. None: the dtype of the weights.
         pixels: Prepared images, see `Workload`.

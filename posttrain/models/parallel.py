@@ -236,8 +236,8 @@ def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
 
 @contextmanager
 def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
-    """Yield the model without wrappers and with all parameters gathered, for generation. Its forward pass is not a
-    collective.
+    """Yield the model without wrappers and with all parameters gathered, for generation. The forward pass of this model
+    is not a collective.
     """
     name = str(accelerator.distributed_type)
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -352,8 +352,8 @@ def zero_shards(folder: Path) -> list[Path]:
 
 @contextmanager
 def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: str | None) -> Iterator[None]:
-    """Allow ZeRO shards to be loaded on another number of processes. They are first converted to DeepSpeed's universal
-    checkpoint.
+    """Allow ZeRO shards to be loaded on another number of processes. The shards are first converted to DeepSpeed's
+    universal checkpoint.
 
     The main process creates the universal checkpoint next to the shards, and deletes it after loading. If the user has
     created one, it is used and not deleted.
@@ -619,7 +619,7 @@ def failing_together(accelerator: Accelerator | PartialState) -> Iterator[None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error. If it cannot be pickled, return a `PosttrainError` with the same message."""
+    """Return the error. If the error cannot be pickled, return a `PosttrainError` with the same message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -628,7 +628,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
-    """Run ``function`` on every rank. If it fails on any rank, all ranks raise an error."""
+    """Run ``function`` on every rank. If the function fails on any rank, all ranks raise an error."""
     with failing_together(accelerator):
         return function()
 

@@ -218,12 +218,12 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     The layouts are tree attention (`posttrain.models.tree_attention`), a dense mask, and padded rows with one sequence each. If
     a layout is rejected, a warning is logged with the reason.
 
-    The probe runs once per config, attention backend, dtype and adapter. Its rows are a prompt with three completions, a second
-    tree, and a prefix tree of two turns. In all `probe_cases`, the results are compared with those of separate sequences from the
-    model's own forward method and output head. The tolerance of log-probs is 1e-4 of their standard deviation in float32 (0.1 in
-    half precision). The tolerance of gradients is 3e-4 of the largest gradient (0.3 in half precision). Mamba-1 and some custom
-    models fail and are trained on padded rows. Recurrent layers pass if their functions support prefix trees
-    (`posttrain.models.recurrent`).
+    The probe runs once per config, attention backend, dtype and adapter. The probe's rows are a prompt with three
+    completions, a second tree, and a prefix tree of two turns. In all `probe_cases`, the results are compared with
+    those of separate sequences from the model's own forward method and output head. The tolerance of log-probs is 1e-4
+    of their standard deviation in float32 (0.1 in half precision). The tolerance of gradients is 3e-4 of the largest
+    gradient (0.3 in half precision). Mamba-1 and some custom models fail and are trained on padded rows. Recurrent
+    layers pass if their functions support prefix trees (`posttrain.models.recurrent`).
 
     Longrope frequencies depend on the longest sequence of a pass. The probe does not test this dependence, because the
     limits are known (`rope_limits`) and the layout separates sequences above them.

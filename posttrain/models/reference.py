@@ -106,8 +106,8 @@ def create_reference_model(
         num_shared_layers: Number of layers, from the first, that are shared instead of copied. The embeddings are then
             shared too. Shared parameters are the same tensors in both models, so they are frozen in ``model`` too.
             None: no layers are shared.
-        pattern: Path of a layer's parameters, with ``{layer}`` in place of the layer's index. It is needed for models
-            whose paths are not in `LAYERS`.
+        pattern: Path of a layer's parameters, with ``{layer}`` in place of the layer's index. A pattern is needed for
+            models whose paths are not in `LAYERS`.
 
     Raises:
         ModelError: The parameters are sharded over processes. The error is also raised if no parameter matches the
@@ -121,7 +121,7 @@ def create_reference_model(
 def check_reference(reference: object, model: nn.Module) -> None:
     """Raise an error if the reference is the policy itself, or has no language-model head.
 
-    It is called before any weight of the policy is read.
+    This check runs before any weight of the policy is read.
     """
     if reference is model:
         raise ConfigError(
@@ -336,8 +336,8 @@ UNREAD = (
 def forward_settings(model: nn.Module) -> dict[str, Any]:
     """Return the settings on which the result of a model's forward pass depends, in addition to its weights.
 
-    They are its config and, for a peft model, the configs and scales of its adapters and the names of the active
-    adapters.
+    These settings are the model's config and, for a peft model, the configs and scales of its adapters and the names of
+    the active adapters.
     """
     bare: Any = unwrapped(model)
     settings: dict[str, Any] = {"config": _fields(config_of(model).to_dict())}
@@ -371,8 +371,8 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def hash_frozen(module: nn.Module) -> str:
-    """Return a SHA-256 hash of all frozen parameters and buffers. It is computed from sums over blocks of `SUMMED`
-    elements.
+    """Return a SHA-256 hash of all frozen parameters and buffers. The hash is computed from sums over blocks of
+    `SUMMED` elements.
 
     Each value is read once, so that hashing takes less time than a forward pass.
     """

@@ -155,7 +155,7 @@ def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iter
 
 
 class Forest:
-    """Data about a batch that attention layers need. It is passed as an argument of the model's forward call.
+    """Data about a batch that attention layers need. The object is passed as an argument of the model's forward call.
 
     It is not a dataclass. FSDP2 copies dataclasses in the arguments of a layer, to cast their tensors, and each layer
     would then compute the cached values again.
@@ -329,8 +329,8 @@ class Level(NamedTuple):
 
 
 def levels_of(segments: Sequence[Segment], width: int, device: torch.device | str) -> list[Level]:
-    """Return the levels. The first level is the attention inside all segments. Then there is one level per depth, in
-    which later tokens attend to the segments of this depth.
+    """Return the levels. The first level is the attention inside all segments. After the first level, there is one
+    level per depth, in which later tokens attend to the segments of this depth.
 
     Args:
         segments: Segments in depth-first order.

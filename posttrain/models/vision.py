@@ -48,13 +48,15 @@ class PictureEncoder:
 
     Args:
         processor: Converts images to pixel tensors.
-        cache_bytes: Size of the feature cache in bytes. If it is full, the least recently used features are removed.
+        cache_bytes: Size of the feature cache in bytes. If the cache is full, the least recently used features are
+            removed.
 
     Attributes:
         encoded, reused: Numbers of images that were encoded and that were found in the cache, since the start.
         seconds: Number of seconds for preparing and encoding images. On an accelerator, it is only the time until the
             work is queued.
-        next: Encoder of another model whose next pass contains the same images. It receives the prepared pixels.
+        next: Encoder of another model whose next pass contains the same images. The next encoder receives the prepared
+            pixels.
         given: Pixels that another encoder has prepared.
     """
 
@@ -309,8 +311,8 @@ def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch
 
 
 def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
-    """Return the number of activation elements that the tower saves. It is computed from the config as patches x width
-    x layers.
+    """Return the number of activation elements that the tower saves. The number is computed from the config as patches
+    x width x layers.
 
     For each patch, a layer with checkpointing saves its input. Other trained layers save about 8 widths and 2 inner
     widths, and frozen layers save nothing. In addition, the layer that is being computed needs 8 widths and 2 inner

@@ -29,8 +29,8 @@ class Capabilities:
 
     Attributes:
         in_process: Whether the engine runs in the trainer's process.
-        shares_weights: Whether the engine samples from the trained weights themselves. Its log-probs then need no
-            correction.
+        shares_weights: Whether the engine samples from the trained weights themselves. The log-probs of such an engine
+            need no correction.
         needs_weight_sync: Whether the engine has a copy of the weights, so that every new version must be pushed with
             `load_weights`.
         main_process_only: Whether the main process sends the requests of all processes and pushes the weights.
@@ -79,10 +79,11 @@ class RolloutEngine(abc.ABC):
 
     Attributes:
         name: Name of the engine in messages and records.
-        capabilities: See `Capabilities`. It is a class attribute, or a property if it depends on the model or on
-            servers.
+        capabilities: See `Capabilities`. Capabilities are a class attribute, or a property if they depend on the model
+            or on servers.
         version: Version of the weights that were loaded last.
-        tokenizer: Tokenizer for stop strings and structured outputs. If it is None, the trainer sets its own tokenizer.
+        tokenizer: Tokenizer for stop strings and structured outputs. If the engine has no tokenizer, the trainer sets
+            its own.
         folder: Folder to which the engine may write the prompts of a failed call. None: they are not written.
     """
 
@@ -227,8 +228,8 @@ def check_followed(
 
 
 class ScriptedEngine(RolloutEngine):
-    """Engine for tests that returns given completions. They are truncated and get finish reasons like those of a real
-    engine.
+    """Engine for tests that returns given completions. The completions are truncated and get finish reasons as in a
+    real engine.
 
     Args:
         script: A list of completions (lists of token ids), which are returned in turn and start again at the end. Or a

@@ -36,7 +36,7 @@ def decoded(
     """Decode completions.
 
     Args:
-        tokenizer: Tokenizer. Its response template, if it has one, defines how messages are parsed.
+        tokenizer: Tokenizer. The tokenizer's response template, if any, defines how messages are parsed.
         rollouts: One rollout per completion.
         conversational: Whether prompts are messages.
 
@@ -147,7 +147,9 @@ class RolloutBatch:
         return rollout.tool_mask or [1] * len(rollout.token_ids)
 
     def _is_untrained(self, index: int, skip_truncated: bool) -> bool:
-        """Return whether all tokens of a completion are excluded from the loss. It is computed without building the mask."""
+        """Return whether all tokens of a completion are excluded from the loss. The result is computed without building
+        the mask.
+        """
         rollout = self.rollouts[index]
         silent = bool(rollout.tool_mask) and not any(rollout.tool_mask or ())
         return silent or self._is_cut(index, rollout, skip_truncated)
@@ -201,8 +203,8 @@ class RolloutBatch:
         Args:
             indices: Indices of completions.
             skip_truncated: Whether truncated completions are excluded from the loss.
-            trained_only: Whether to remove the tokens of sequences that are excluded from the loss. Such a sequence is
-                still counted as a sequence, but the model does not compute it.
+            trained_only: Whether to remove the tokens of sequences that are excluded from the loss. A sequence without
+                tokens is still counted, but the model does not compute it.
         """
         rows: list[Row] = []
         before: Any = None
@@ -313,7 +315,7 @@ class RolloutWindow:
         return rows
 
     def mark(self) -> None:
-        """Store the current position. It is called at the beginning of an optimizer step."""
+        """Store the current position. The trainer calls this method at the beginning of an optimizer step."""
         self._marked = self.slices, self.step, self.generations, self.born
 
     def rewind(self) -> None:

@@ -77,8 +77,8 @@ def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
 
 
 def shared_path(path: str) -> Path:
-    """Check the path of a bucket or an adapter. It must be ``posttrain-*/*.safetensors`` below `shared_root`, or one
-    folder deeper.
+    """Check the path of a bucket or an adapter. The path must be ``posttrain-*/*.safetensors`` below `shared_root`, or
+    one folder deeper.
 
     Raises:
         ConfigError: The path has another form, is a link or not a file, or another user account owns the file or its
@@ -141,7 +141,7 @@ def remove_orphans(root: Path | None = None) -> None:
 
 
 class SharedFolder:
-    """A folder in shared memory that this process owns. It is removed when the last reference to this object is
+    """A folder in shared memory that this process owns. The folder is removed when the last reference to this object is
     deleted.
 
     If the process is killed, another process removes the folder (`remove_orphans`).

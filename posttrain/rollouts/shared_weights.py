@@ -267,10 +267,10 @@ VERSIONS_KEPT = 2
 
 class SharedWeights:
     """Sends weights to other processes on this machine through files. For each version, it writes a file with the
-    weights. Then it writes ``latest.json`` with the version's number and hash.
+    weights. After that, the object writes ``latest.json`` with the version's number and hash.
 
-    It implements `WeightTransferProtocol`. Generation is not paused, because each worker loads a new version when it
-    needs it.
+    The class implements `WeightTransferProtocol`. Generation is not paused, because each worker loads a new version
+    when it needs it.
 
     Args:
         folder: Folder of the weights. None: a new folder in shared memory if available, else in the temporary folder.
@@ -419,7 +419,7 @@ class Weights:
         adapters: Whether active adapters are merged into the weights. False: the weights are those of the base model.
 
     Attributes:
-        names: Names of all weights. They are available without computing the weights.
+        names: Names of all weights. The names are available without computing the weights.
         nbytes: Number of bytes that the last iteration yielded.
 
     Raises:

@@ -211,7 +211,7 @@ class HarnessEpisode:
 
 @dataclass
 class HarnessOptions:
-    """Options of a `HarnessRunner`. They are a picklable copy of the config fields in `HarnessFields`."""
+    """Options of a `HarnessRunner`. The options are a picklable copy of the config fields in `HarnessFields`."""
 
     limit: int = 16
     timeout: float | None = 600.0
@@ -248,8 +248,8 @@ class HarnessOptions:
 
 
 class HarnessRunner:
-    """Runs one episode of a harness per row. Episodes run concurrently in threads. Their calls are answered on the
-    thread that calls `run`, which owns the engine.
+    """Runs one episode of a harness per row. Episodes run concurrently in threads. The calls of episodes are answered
+    on the thread that calls `run`, which owns the engine.
 
     Args:
         harness: The harness, in any form that trainers accept.
@@ -291,8 +291,8 @@ class HarnessRunner:
             sample: Function that runs the engine. The function is called on this thread, equally often in every
                 process.
             per_request: See `CallQueue.answer`.
-            any_process: Function that receives whether this process has unfinished episodes. It returns whether any
-                process has unfinished episodes.
+            any_process: Function that receives whether this process has unfinished episodes, and returns whether
+                any process has unfinished episodes.
             everyone: Function that gathers the rows of all processes. None: there is only one process.
             place: Position of this process's first row among the rows of all processes.
 
@@ -597,7 +597,7 @@ def _kept(session: Session, harness: Harness) -> set[int] | None:
 
 
 def _filtered(calls: Sequence[tuple[int, int]], rollout: Rollout, session: Session, kept: set[int]) -> list[int]:
-    """Return the loss mask of a branch. It is 0 for tokens of calls that are not in ``kept``."""
+    """Return the loss mask of a branch. The mask is 0 for tokens of calls that are not in ``kept``."""
     mask = list(rollout.tool_mask or [1] * len(rollout.token_ids))
     for number, choice in calls:
         call = session.calls[number]
@@ -636,7 +636,7 @@ def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Har
     Args:
         worker: The trainer's argument ``rollout_worker``.
         harness: The trainer's argument ``harness``.
-        reward_funcs: Reward functions. If it is None and there is a harness, `harness_reward` is used.
+        reward_funcs: Reward functions. If there is a harness and ``reward_funcs`` is None, `harness_reward` is used.
 
     Returns:
         The worker, the harness, and the reward functions.

@@ -436,8 +436,8 @@ class CaptureProxy:
         )
 
     def _late(self, session: Session, call: CapturedCall, done: Future[list[Rollout]]) -> None:
-        """Store completions that arrived after a disconnection or a timeout. Their tokens are counted, and a retry can
-        use them.
+        """Store completions that arrived after a disconnection or a timeout. The tokens of late completions are
+        counted, and a retry can use them.
         """
         self._sampling.pop((session.key, call.number), None)
         if not done.cancelled() and done.exception() is None and not call.completions:

@@ -29,10 +29,10 @@ class CapturedCall:
         number: Number of the call in its session.
         prompt_ids: Token ids of the prompt. If the prompt continues a completion, the ids begin with those of the
             earlier prompt and its completion.
-        text: Rendered prompt. Empty if the prompt was sent as token ids.
+        text: Rendered prompt. The text is empty if the prompt was sent as token ids.
         parent: The completion that the prompt continues, as call number and choice index. None: it continues no
             completion.
-        messages: Messages of the request. Empty if the prompt is plain text or token ids.
+        messages: Messages of the request. The list is empty if the prompt is plain text or token ids.
         tools: Schemas of the tools.
         completions: Sampled completions, one per choice.
         answers: Completions as messages, with parsed tool calls.
@@ -70,7 +70,8 @@ class Counts:
         received: Calls that arrived with the key of the session.
         answered: Calls whose response was sent.
         retried: Calls that were retries and got the response of an earlier call.
-        cancelled: Calls whose client disconnected before the response. Their tokens are excluded from the loss.
+        cancelled: Calls whose client disconnected before the response. The tokens of canceled calls are excluded from
+            the loss.
         refused: Invalid calls, which were not sampled.
         failed: Calls for which the engine raised an error, or that timed out.
         tokens: Number of sampled tokens, including tokens of canceled calls.
@@ -204,8 +205,8 @@ class Session:
         return replace(rollouts[0], branches=tuple(rollouts[1:]))
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the messages for reward functions. They come from the branch with the last answered call, start at its
-        first answer, and include tool results.
+        """Return the messages for reward functions. The messages come from the branch with the last answered call,
+        start at its first answer, and include tool results.
         """
         last = next((call for call in reversed(self.calls) if call.state == "answered"), None)
         if last is None:
@@ -290,7 +291,8 @@ class Recorded:
     Attributes:
         task: Dataset row that the harness received.
         session: Calls of the harness.
-        result: Return value of the harness. None if the episode failed, or if the value cannot be written as JSON.
+        result: Return value of the harness. The result is None if the episode failed, or if the value cannot be written
+            as JSON.
         error: Error message, or None.
     """
 

@@ -184,8 +184,8 @@ class PartialCompletion:
             self.finish_reason = "length"
 
     def rollout(self) -> Rollout:
-        """Return the finished completion. Its ``version`` is the version of the weights that sampled its first
-        token.
+        """Return the finished completion. The rollout's ``version`` is the version of the weights that sampled its
+        first token.
         """
         assert self.finish_reason is not None
         oldest = min((version for version, _ in self.spans), default=0)

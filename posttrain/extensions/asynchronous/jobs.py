@@ -457,8 +457,8 @@ class RolloutWorkerLoop:
             threading.Thread(target=self._interrupter, daemon=True, name="interrupter").start()
 
     def refresh(self) -> None:
-        """Load the newest weights if the engine does not have them yet. It runs between engine calls and also reports
-        progress.
+        """Load the newest weights if the engine does not have them yet. This method runs between engine calls and also
+        reports progress.
         """
         self.link.progress()
         with self._loading:

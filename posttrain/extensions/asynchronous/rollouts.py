@@ -140,7 +140,8 @@ class RolloutService:
         reader: Image processor for prompts. None: prompts are text.
 
     Attributes:
-        worker: Worker pool or a user's worker. None before the first step, and on other processes than the main one.
+        worker: Worker pool or a user's worker. The worker is None before the first step, and on other processes than
+            the main one.
         transfer: Transfer of weights to the engines. None before the first step.
         told: State of the weight transfer, for example which servers lack the weights; see `WeightTransfer`.
         scoring: Additional scoring of rollouts as they arrive, or None.
@@ -399,8 +400,8 @@ class AsyncRollouts:
 
     Attributes:
         ledger: Ledger of all rollouts.
-        held: Rollouts that were taken from the queue for the current step. Empty on all processes except the main
-            process.
+        held: Rollouts that were taken from the queue for the current step. The list is empty on all processes except
+            the main process.
     """
 
     def __init__(

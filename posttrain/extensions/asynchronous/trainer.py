@@ -104,7 +104,9 @@ class AsyncTrainer(OnlineTrainer):
 
     @property
     def worker(self) -> Any:
-        """Worker pool or a user's worker. None before the first step, and on other processes than the main one."""
+        """Worker pool or a user's worker. The worker is None before the first step, and on other processes than the
+        main one.
+        """
         return self.source.service.worker
 
     @property

@@ -232,7 +232,7 @@ class Link:
 
 
 def worker_main(payload: bytes, connection: Connection, log: str, index: int) -> None:
-    """Run the worker in the new process. Its output is written to ``log``."""
+    """Run the worker in the new process. The worker's output is written to ``log``."""
     # Ignore SIGINT and SIGTERM. The trainer handles them, and it needs its workers to finish the current step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -357,7 +357,7 @@ class WorkerProcess:
         return RolloutError(f"rollout worker {self.index} (process {self.process.pid}) {what}.{said}")
 
     def stop(self, join_s: float = JOIN_S) -> None:
-        """Stop the process. If it is still running after ``join_s`` seconds, kill it."""
+        """Stop the process. If the process is still running after ``join_s`` seconds, kill it."""
         self.send("stop")
         self.process.join(join_s)
         self.kill()

@@ -391,7 +391,9 @@ class A2POTrainer(OnlineTrainer):
         return self.args.max_prompt_length
 
     def make_online(self) -> Online:
-        """Create the components that sample completions. They also provide the value of each completion's prompt."""
+        """Create the components that sample completions. The components also provide the value of each completion's
+        prompt.
+        """
         online = super().make_online()
 
         def logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:

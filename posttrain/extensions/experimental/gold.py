@@ -46,8 +46,8 @@ ANCHORS = ("\n", "x", ".", "0")
 
 
 def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
-    """Align two token sequences. Both sequences are split wherever they have a token boundary after the same number of
-    bytes. Tokens after the last common boundary are excluded.
+    """Align two token sequences. The two sequences are split wherever they have a token boundary after the same number
+    of bytes. Tokens after the last common boundary are excluded.
 
     >>> byte_groups([b"ab", b"cde", b"f"], [b"a", b"b", b"cdef"])
     [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]

@@ -164,8 +164,8 @@ class PPOTrainer(OnlineTrainer):
 
     Args:
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
-        processing_class: Tokenizer of the policy. Its pad token must differ from its eos token. If None, it is loaded
-            from the model's path or Hub id.
+        processing_class: Tokenizer of the policy. The tokenizer's pad token must differ from its eos token. If None, it
+            is loaded from the model's path or Hub id.
         model: Model to train, as a path, Hub id, model object or peft model.
         ref_model: Reference model. None: the initial weights, as a frozen copy or as the model with its new adapter
             disabled.
@@ -331,7 +331,9 @@ class PPOTrainer(OnlineTrainer):
 
     @property
     def ref_model(self) -> Any:
-        """The frozen reference model. None if it is the policy with another adapter or without its adapter."""
+        """The frozen reference model. The result is None if the reference is the policy with another adapter or without
+        its adapter.
+        """
         return self.reference.copy
 
     @property

@@ -103,8 +103,8 @@ class Episodes:
 def plain_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
     """Convert each response to a row. If a response ended early, one pad token is appended, which has no loss.
 
-    The pad token represents the state after the last token. Its value is computed from the hidden state of the last
-    token. `token_rewards` adds the score to the reward of this state.
+    The pad token represents the state after the last token. The value of this state is computed from the hidden state
+    of the last token. `token_rewards` adds the score to the reward of this state.
     """
     rows = []
     for rollout in generation.rollouts:

@@ -142,7 +142,7 @@ class Summary:
         special: Special tokens that occur, most frequent token first.
         shown: A few sequences.
         findings: Findings of the checks.
-        images: Number of images and of their tokens, as text. Empty if rows contain only text.
+        images: Number of images and of their tokens, as text. The text is empty if rows have no images.
     """
 
     title: str
@@ -406,7 +406,7 @@ def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]
 
 
 def facts(summary: Summary) -> dict[str, str]:
-    """Return the statistics as pairs of label and text. Both the terminal and the HTML file show them."""
+    """Return the statistics as pairs of label and text. The terminal and the HTML file show these statistics."""
     lengths = summary.lengths
     each = " (completions are sampled during training)" if summary.prompts_only else ""
     lines = {

@@ -401,7 +401,7 @@ class Host:
         return {"status": "paused"}
 
     async def resume(self) -> dict[str, Any]:
-        """Resume generation. It has no effect if generation is not paused."""
+        """Resume generation. The call has no effect if generation is not paused."""
         self.served.paused = False
         self.served.submit([])
         return {"status": "resumed"}

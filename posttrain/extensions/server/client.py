@@ -565,7 +565,7 @@ class VLLMClient:
         self.call("POST", "/pause?mode=wait", timeout=self.sync_timeout, retries=3)
 
     def resume(self) -> None:
-        """Resume generation after `pause`. It has no effect if generation is not paused."""
+        """Resume generation after `pause`. The call has no effect if generation is not paused."""
         self.call("POST", "/resume", retries=3)
 
     # Methods that update the server's weights.
@@ -682,7 +682,9 @@ class VLLMClient:
                 logger.info("%s did not accept the end of a failed update: %s", self.base_url, error)
 
     def init_communicator(self, device: torch.device | str = 0) -> None:
-        """Join the server's NCCL group for weight updates, as TRL's client does. It needs vLLM and a separate GPU."""
+        """Join the server's NCCL group for weight updates, as TRL's client does. This method needs vLLM and a separate
+        GPU.
+        """
         from posttrain.extensions.server.weight_sync import NcclSender
 
         self.communicator = NcclSender(self, device)

@@ -505,7 +505,7 @@ class ServerVersions:
 
 
 class ServerTransfer(WeightTransfer):
-    """Weight transfer to servers. It implements `WeightTransferProtocol`.
+    """Weight transfer to servers. The class implements `WeightTransferProtocol`.
 
     A server is paused only during its own update. If an update fails, the server is excluded. An excluded server is
     used again after it is healthy and has received the weights.
@@ -586,7 +586,7 @@ class ServerTransfer(WeightTransfer):
 
 
 class FollowingEngine(ServerEngine):
-    """Engine of a rollout worker. It sends requests to servers, to which the trainer's process pushes weights.
+    """Engine of a rollout worker. The engine sends requests to servers, to which the trainer's process pushes weights.
 
     `set_servers` sets the servers. A server may have weights that this run did not push, because it was restarted or
     because another trainer uses it. A response from such weights is rejected, and the request is sent to another

@@ -38,8 +38,8 @@ class Guard:
     - **415**: the body is not ``application/json``. Web pages can send other types without a preflight request.
     - **413**: the body is too large.
 
-    vLLM's own token protects only ``/v1``. It does not protect the endpoints that replace weights, so `posttrain
-    vllm-serve` adds this guard.
+    vLLM's own token protects only ``/v1``. That token does not protect the endpoints that replace weights, so
+    `posttrain vllm-serve` adds this guard.
 
     Args:
         app: The application.

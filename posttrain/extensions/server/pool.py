@@ -42,7 +42,8 @@ class Server:
         asked: Number of requests for which the server was selected. The idle server with the smallest number of
             requests is selected.
         down: Error because of which the server receives no requests. None: the server is available.
-        lock: File lock that other trainers on this machine cannot acquire. None if no weights are pushed to the server.
+        lock: File lock that other trainers on this machine cannot acquire. The lock is None if no weights are pushed to
+            the server.
         listed: Whether the server is in the list of addresses. A removed server is closed only after its last response,
             because reading from a closed connection would block until the timeout.
     """

@@ -81,7 +81,7 @@ class EvalPrompts:
     and the random state of training are the same afterwards.
 
     Args:
-        trainer: Trainer with a tokenizer. Its ``eval_dataset`` contains the prompts.
+        trainer: Trainer with a tokenizer. The trainer's ``eval_dataset`` contains the prompts.
         generation_config: Sampling settings; see `to_sampling`.
         num_prompts: Number of rows to use, from the start of the dataset. None: all rows.
         dataset: Dataset to use instead of ``eval_dataset``.

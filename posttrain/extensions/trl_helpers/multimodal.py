@@ -205,7 +205,7 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
     sampling.
 
     The batch has ``input_ids``, ``attention_mask``, ``labels`` (-100 on the prompt) and ``byte_offsets (B, L, 2)``, the
-    start and end in bytes of each loss token within its completion. It also has ``prompts`` and
+    start and end in bytes of each loss token within its completion. The batch also has ``prompts`` and
     ``prompt_attention_mask``, padded on the left, the texts ``original_prompt_text`` and ``original_completion_text``
     without template, and the image tensors.
 

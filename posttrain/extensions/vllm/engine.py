@@ -355,7 +355,7 @@ class VLLMEngine(RolloutEngine):
         }
 
     def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
-        """Convert a completion from vLLM to a rollout. Its log-probs are those of the sampled distribution."""
+        """Convert a completion from vLLM to a rollout. The rollout's log-probs are those of the sampled distribution."""
         ids, most = list(completion.token_ids), sampling.top_logps
         # At each position, vLLM returns the sampled token first and the most likely tokens after it.
         logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
@@ -578,8 +578,8 @@ def _refuse_abbreviations(words: Sequence[str], known: argparse.ArgumentParser) 
 
 
 def _set_token(words: Sequence[str]) -> None:
-    """Create a token for a server that was started without one. Such a server listens only on a loopback address.
-    Trainers of the same user find the token in a file.
+    """Create a token for a server that was started without one. A server without a token listens only on a loopback
+    address. Trainers of the same user find the token in a file.
 
     If another process listens on the port, this server cannot start, so the other process's token is not replaced.
     """

@@ -221,8 +221,8 @@ class EpisodeDriver:
             generate: Function that calls the engine; see `ToolLoop`.
             context: Maximum number of tokens of prompt and completion.
             stop_ids: Tokens that end a turn.
-            any_process: Function that receives whether this process has unfinished episodes. It returns whether any
-                process has unfinished episodes.
+            any_process: Function that receives whether this process has unfinished episodes, and returns whether
+                any process has unfinished episodes.
 
         Returns:
             Rollouts, and the messages of each episode.
@@ -273,8 +273,8 @@ class EpisodeDriver:
             context: Maximum number of tokens of prompt and completion.
             vocabulary: Vocabulary size V.
             placeholder: See `as_rollouts`.
-            any_process: Function that receives whether this process has unfinished episodes. It returns whether any
-                process has unfinished episodes.
+            any_process: Function that receives whether this process has unfinished episodes, and returns whether
+                any process has unfinished episodes.
             everyone: See `HarnessRunner.run`.
             place: See `HarnessRunner.run`.
         """

@@ -37,7 +37,9 @@ class _Kind:
 
 
 def _tool_names(kind: type) -> list[str]:
-    """Return the names of the public methods that are tools. They are read from the class, so that no property is evaluated."""
+    """Return the names of the public methods that are tools. The names are read from the class, so that no property is
+    evaluated.
+    """
     names = [name for name in dir(kind) if not name.startswith("_") and name not in NOT_TOOLS]
     return [n for n in names if callable(member := getattr(kind, n)) and not inspect.isclass(member)]
 
@@ -230,7 +232,7 @@ class EnvironmentPool:
         return box
 
     def discard(self, environment: object) -> None:
-        """Remove an instance in which a call did not return. It is not reset, used or closed again."""
+        """Remove an instance in which a call did not return. The instance is not reset, used or closed again."""
         with self._lock:
             self.lost.append(environment)
             for kind in self.kinds.values():
@@ -412,8 +414,8 @@ def step_environment(
 
     Args:
         make: Function that creates a client.
-        action: Function that converts the model's text to the argument of the client's ``step``. If it raises an error,
-            the model receives the error message.
+        action: Function that converts the model's text to the argument of the client's ``step``. If the function raises
+            an error, the model receives the error message.
         observe: Function that converts an observation to text for the model.
         actions: Description of the argument of ``step``, which the model reads. For example, ``"One of: up, down, left,
             right."``.

@@ -176,8 +176,8 @@ class ToolSuffix:
         self.template_kwargs = dict(template_kwargs or {})
 
     def __call__(self, results: list[dict[str, Any]], *, closed: bool = True) -> Prompt:
-        """Return the tokens between the end of the model's turn and the beginning of its next turn. They include image
-        placeholders.
+        """Return the tokens between the end of the model's turn and the beginning of its next turn. The tokens include
+        image placeholders.
 
         Args:
             results: Messages of the tools.

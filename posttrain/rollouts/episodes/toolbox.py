@@ -118,8 +118,8 @@ def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
 
 
 def _first_fit(value: object, schemas: Sequence[Mapping[str, Any]], name: str) -> Any:
-    """Convert a value to one of several types. If it already has one of the types, it is not converted. Otherwise, the
-    first type that works is used.
+    """Convert a value to one of several types. A value that already has one of the types is not converted. Otherwise,
+    the first type that works is used.
     """
     for schema in sorted(schemas, key=lambda one: not _is_kind(value, one.get("type"))):
         try:
@@ -162,7 +162,7 @@ class ToolBox:
         functions: Functions by tool name.
         schemas: JSON schemas of the functions, which the chat template renders.
         owner: Environment whose methods are some of the functions. None: there is no environment.
-        lost: Whether a call of the owner did not return in time. Such a call may still be running, so no further method
+        lost: Whether a call of the owner did not return in time. A lost call may still be running, so no further method
             of the owner is called.
     """
 

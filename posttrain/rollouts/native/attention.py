@@ -70,7 +70,7 @@ Sight = tuple[
 
 @dataclass(slots=True)
 class Block:
-    """KV cache of several prompts that were prefilled together. It is right-padded to the longest prompt.
+    """KV cache of several prompts that were prefilled together. The cache is right-padded to the longest prompt.
 
     Attributes:
         prompts: Indices of the prompts, in batch order.
@@ -92,8 +92,8 @@ class Block:
                 memory[layer] = torch.cat([memory[layer], tensor], 2) if layer in memory else tensor
 
     def close_gaps(self, known: Tensor, room: int) -> None:
-        """Remove the gaps between cached and new positions. New positions were stored from column ``room`` on. They are
-        moved directly behind the ``known (P,)`` cached positions of each prompt.
+        """Remove the gaps between cached and new positions. New positions were stored from column ``room`` on. These
+        positions are moved directly behind the ``known (P,)`` cached positions of each prompt.
         """
         width = int(self.lengths.max())
         columns = torch.arange(width, device=known.device).expand(len(known), -1)
@@ -189,10 +189,11 @@ class Fill:
         past: Earlier keys and values by layer, ``(1 or P, KV heads, length, head size)``, in the order of positions.
         keys, values: New keys and values by layer, ``(P, KV heads, width, head size)``. Attention stores them during
             the pass.
-        shared: Number of tokens of the common prefix of all prompts. Their keys and values come first in ``past``.
+        shared: Number of tokens of the common prefix of all prompts. Keys and values of the common prefix come first in
+            ``past``.
         known: ``(P,)`` number of cached tokens of each prompt, which follow the common prefix in ``past``. None: all
             prompts have the same number of cached tokens.
-        room: Number of columns for cached tokens. It is the maximum of ``known``.
+        room: Number of columns for cached tokens. The number is the maximum of ``known``.
         span: ``(P, width)`` index of the block (an image) in which a token attends in both directions. -1: the token is
             in no block. None: no blocks.
         hidden: Attention masks by window and chunk size. Each mask is computed once and used by all layers.
@@ -262,8 +263,8 @@ class Store:
         repeats: For attention layers that are used at several depths: how often each was called in the current pass.
         unseen: Attention masks of this step by window and chunk size. Each mask is computed once and used by all
             layers.
-        places: Indices of this step's keys in a layer's cache, by number of key-value heads and capacity. They are
-            computed once and used by all layers.
+        places: Indices of this step's keys in a layer's cache, by number of key-value heads and capacity. The indices
+            are computed once and used by all layers.
         plan: Description of the groups for compiled layers (`posttrain.rollouts.native.layers`).
     """
 
@@ -315,7 +316,9 @@ class Store:
 
     @property
     def width(self) -> int:
-        """Number of columns of the prompts without the common prefix. It is the width of the widest block in use."""
+        """Number of columns of the prompts without the common prefix. The result is the width of the widest block in
+        use.
+        """
         return max(next(iter(group.block.keys.values())).shape[2] for group in self.groups)
 
     @property

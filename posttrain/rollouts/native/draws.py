@@ -47,8 +47,8 @@ def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: 
         x: ``(n, V)`` logits after division by the temperature.
         sampling: Settings of all rows.
         written: Number of tokens of each of the n completions so far.
-        history: Tokens of each of the n rows so far, including the prompt. It is only needed to forbid repeated
-            n-grams.
+        history: Tokens of each of the n rows so far, including the prompt. The history is only needed to forbid
+            repeated n-grams.
     """
     x = x.clone()
     if sampling.logit_bias:
@@ -170,8 +170,8 @@ def draw_tokens(
             temperature 1.
         uniform: ``(n,)`` float64 in [0, 1).
         history: Tokens of each row so far, including the prompt. Only the repetition penalty needs it.
-        change: Function that changes the logits, after division by the temperature and before truncation. It may set
-            logits to minus infinity.
+        change: Function that changes the logits, after division by the temperature and before truncation. The function
+            may set logits to minus infinity.
     """
     x = logits.float()
     greedy = sampling.temperature == 0

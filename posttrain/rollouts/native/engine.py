@@ -53,15 +53,15 @@ FAILURE = "rollout_failure.json"
 
 
 class NativeEngine(RolloutEngine):
-    """Rollout engine that samples from the trained weights. It has no copy of the weights that must be updated.
+    """Rollout engine that samples from the trained weights. The engine has no copy of the weights that must be updated.
 
     When a sequence ends, the next sequence uses its row of the batch. Each prompt is prefilled once for all of its
     completions. The common prefix of all prompts is prefilled once for all prompts. The random numbers of a sequence
     depend only on the seed and on the sequence's index, not on other sequences.
 
     Args:
-        model: A transformers causal language model, possibly with adapters. It must select its attention function by
-            name.
+        model: A transformers causal language model, possibly with adapters. The model must select its attention
+            function by name.
         pad_token_id: Token id of padding during prefill.
         max_slots: Maximum number of sequences that generate at the same time. None: 64 on a CPU and 256 on a GPU.
         tokenizer: Tokenizer for stop strings and structured outputs.

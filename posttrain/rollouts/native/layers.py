@@ -290,7 +290,7 @@ ITEMS = 2
 
 @dataclass(slots=True)
 class Plan:
-    """Assignment of rows to prompts and chunks. It is valid until a row is added or removed.
+    """Assignment of rows to prompts and chunks. A plan is valid until a row is added or removed.
 
     Attributes:
         groups: Groups for which the plan was made.

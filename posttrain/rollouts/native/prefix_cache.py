@@ -28,7 +28,7 @@ SAMPLES = 64
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A node of the radix tree. It contains tokens that follow those of its parent, with their keys and values.
+    """A node of the radix tree. A node contains tokens that follow those of its parent, with their keys and values.
 
     Attributes:
         tokens: Token ids of this node. Only the root has none.
@@ -262,7 +262,8 @@ class Prefiller:
     Args:
         engine: Engine with the model.
         store: KV cache of the call.
-        prompts: Distinct prompts of the call. Their tokens do not include the common prefix of all prompts.
+        prompts: Distinct prompts of the call. The tokens of these prompts do not include the common prefix of all
+            prompts.
         shared: Common prefix of all prompts.
         kept: Cache in which known prefixes are found.
         keeping: Whether the computed keys and values are added to ``kept``.
