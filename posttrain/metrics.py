@@ -73,8 +73,8 @@ def _extreme(reduction: Literal["min", "max"], values: float | Tensor, mask: Ten
 class MetricBuffer(MutableMapping[str, "Series"]):
     """Buffer of metrics between two log steps, which reduces them over micro-batches and ranks.
 
-    It supports the operations of TRL's dict of lists:
-    ``buffer[name].append(value)``, ``buffer[name][-1]``, ``sum(buffer[name])``, ``.items()``.
+    The buffer supports the operations of TRL's dict of lists: ``buffer[name].append(value)``, ``buffer[name][-1]``,
+    ``sum(buffer[name])``, ``.items()``.
 
     >>> buffer = MetricBuffer()
     >>> buffer.add({"entropy": mean(2.0, weight=3), "tokens": total(3)})
@@ -168,7 +168,8 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 class Series(Sequence[float]):
     """List-like view of one metric: appended values are averaged with the rest of the log window.
 
-    It contains the appended values. For a name that a trainer emits, it contains one value: the window's current result.
+    The view contains the appended values. For a name that a trainer emits, it contains one value: the window's current
+    result.
     """
 
     def __init__(self, buffer: MetricBuffer, name: str) -> None:

@@ -80,7 +80,7 @@ class Row:
     Attributes:
         prompt_ids: Token ids shared by all completions. May be empty (plain language modeling).
         completions: Token ids of each completion, without the prompt.
-        loss_masks: One list per completion. Its entries are 1 for trained tokens and 0 for other tokens.
+        loss_masks: One list per completion. The entries are 1 for trained tokens and 0 for other tokens.
         sequence_columns: One number per completion, e.g. ``{"advantages": [0.5, -0.5]}``.
         token_columns: One number per completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
         model_kwargs: Additional arguments of the model's forward method, such as images. They are passed on unchanged.
@@ -186,7 +186,7 @@ class Batch:
         dense_mask: Whether attention uses a mask, for models that do not support segments (see `Layout`).
         origin: Index of each sequence in the flat list of collated completions.
         advantages: ``(S,)`` or ``(B, T)`` float32.
-        old_logp: ``(B, T)`` float32. None if the policy has not changed since the rollout.
+        old_logp: ``(B, T)`` float32. ``old_logp`` is None if the policy has not changed since the rollout.
         ref_logp: ``(B, T)`` float32.
         rollout_logp: ``(B, T)`` float32.
         expected_grad: Gradient ``(B, T)`` of the loss with respect to the log-probs, if it is known before the forward
@@ -292,8 +292,8 @@ class Batch:
 
     @property
     def shares(self) -> Tensor | None:
-        """Weight ``(S,)`` of each sequence: its fraction of the trained tokens of its episode. None if every sequence is a
-        separate episode.
+        """Weight ``(S,)`` of each sequence: its fraction of the trained tokens of its episode. The weights are None if
+        every sequence is a separate episode.
 
         Each branch of an episode is a sequence. The weights of an episode's sequences sum to 1, so that an episode counts as
         one sequence in means.
@@ -586,17 +586,18 @@ class Rollout:
         prompt_ids: Token ids of the prompt that the engine has completed.
         token_ids: Completion tokens, including the stop token.
         logp: Raw log-probability of each completion token, under the distribution at ``temperature`` before penalties,
-            bias, guide, top-k, top-p and min-p. Empty if the engine does not return it.
+            bias, guide, top-k, top-p and min-p. The list is empty if the engine returns no log-probs.
         finish_reason: ``stop`` for a stop token, ``length`` for the length limit, ``abort`` if sampling was interrupted.
         version: Version of the policy weights that sampled it.
-        tool_mask: 1 for tokens of the model, 0 for tokens of a tool or environment. None if all tokens are the model's.
+        tool_mask: 1 for tokens of the model, 0 for tokens of a tool or environment. The mask is None if all tokens are
+            the model's.
         text: Decoded completion, if it was decoded.
-        processed_logp: Log-probability under the distribution from which the token was sampled. None if it is equal to
-            ``logp``.
+        processed_logp: Log-probability under the distribution from which the token was sampled. ``processed_logp`` is
+            None if it is equal to ``logp``.
         top_logps: Most likely tokens of the raw distribution at each step, as pairs (token id, log-prob). Only if
             requested.
-        spans: Pairs (version, number of tokens) if the weights changed during sampling. None if all tokens are of
-            ``version``.
+        spans: Pairs (version, number of tokens) if the weights changed during sampling. ``spans`` is None if all tokens
+            are of ``version``.
         pictures: Images of the prompt.
         shown: Images from tools and environments, with their positions in ``token_ids``.
         branches: Other sequences of the same episode, i.e. branches of an agent's history. The prompts of these

@@ -163,7 +163,7 @@ class Need:
     Attributes:
         package: Requirement in pip's syntax, such as ``vllm>=0.27.0``. Broken versions are excluded with ``!=0.30.1``.
         feature: Feature that needs the package, a key of `FEATURES`.
-        tested: Latest tested version. None if newer versions are not a problem.
+        tested: Latest tested version. The field is None if newer versions are not a problem.
         reason: Reason for the minimum version.
     """
 

@@ -331,7 +331,8 @@ def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, giv
         half: Whether the run computes in half precision, where the tolerance is larger.
         loss: The first loss, if the loss is the plain sigmoid loss. Long answers can change this loss even if ``gap``
             is small.
-        given: Whether the user passed the reference model. If it did, a difference may be intended.
+        given: Whether the user passed the reference model. With a reference model of the user, a difference may be
+            intended.
     """
     precision = "half" if half else "float32"
     tolerance = TOLERANCE[precision]

@@ -309,7 +309,8 @@ def findings(
         clipped: Number of clipped advantages, number of advantages, and maximum absolute value before clipping, if known.
         columns: Names of the dataset columns that functions got.
         stop_after: Number of consecutive generations without a signal after which the run stops. None never stops a run.
-        min_group_std: Standard deviation below which a group has no advantages. None if groups are not scaled separately.
+        min_group_std: Standard deviation below which a group has no advantages. The value is None if groups are not
+            scaled separately.
     """
     if history.mostly_unscored:
         yield from _unscored_generations(table, history, columns)

@@ -479,8 +479,8 @@ CONTROLS_READ = 1000  # Number of rows that are searched for control tokens.
 
 @probe("data", "PT-D016")
 def typed_control_tokens(context: Context) -> Iterable[Finding]:
-    """Find control tokens in the text of user, system and tool messages. Such text would be tokenized as control
-    tokens.
+    """Find control tokens in the text of user, system and tool messages. Text with control tokens would be tokenized as
+    control tokens.
     """
     dataset, tokenizer = context.train_dataset, inner_tokenizer(context.tokenizer)
     words = {
@@ -544,7 +544,7 @@ def columns_of(
         columns: Columns of the dataset.
         prompts_only: Whether completions are sampled. Only reward functions then read columns other than the prompt.
         unread: Columns of other tasks.
-        ids: Names of columns with token ids. If they exist, the method does not read text columns.
+        ids: Names of columns with token ids. If the dataset has these columns, the method does not read text columns.
     """
     if set(columns) & set(ids):
         return []

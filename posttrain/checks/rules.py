@@ -154,8 +154,8 @@ class Rule:
         why: The consequence.
         fix: What the user should do.
         severity: ``error`` stops a run. ``warning`` and ``info`` are logged.
-        live: Whether the rule is applied during training. It is False if another check finds the problem during training, or if
-            the rule needs the whole log.
+        live: Whether the rule is applied during training. The flag is False if another check finds the problem during
+            training, or if the rule needs the whole log.
         title: Title on the page of a run. If empty, the title in the registry is used.
     """
 
@@ -564,7 +564,7 @@ class Verdict:
     Attributes:
         rule: The rule.
         status: ``seen``: the rule has found the problem. ``clear``: it has not. ``unknown``: the log is too short.
-        evidence: Text of the last finding. Empty unless the status is ``seen``.
+        evidence: Text of the last finding. The text is empty unless the status is ``seen``.
         spans: Ranges ``(first, last)`` of steps at which the rule holds, in order.
     """
 

@@ -554,7 +554,8 @@ def launched(launch: list[str], *, config: PostTrainingConfig | None = None) -> 
 
     Args:
         launch: Flags of ``accelerate launch``.
-        config: Config of the run. If it is passed, an error is raised if this machine cannot shard the model as requested.
+        config: Config of the run. If flags are passed, an error is raised if this machine cannot shard the model as
+            requested.
     """
     import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser

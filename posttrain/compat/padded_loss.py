@@ -39,7 +39,7 @@ else:
 
 
 class PaddedInputs(dict):
-    """A batch as TRL's dict of padded tensors. It also contains the original `Batch`.
+    """A batch as TRL's dict of padded tensors. The dict also contains the original `Batch`.
 
     Attributes of the original batch can be read too (``inputs.loss_mask``), so that code for either form works.
 
@@ -74,7 +74,7 @@ class PaddedOutputs:
 
     Attributes:
         loss: The loss that ``compute_loss`` returned.
-        outputs: Model outputs of this library. Their fields can also be read from this object.
+        outputs: Model outputs of this library. The fields of these outputs can also be read from this object.
     """
 
     def __init__(self, loss: Tensor, outputs: ModelOutputs, full: Callable[[], Tensor]) -> None:
@@ -271,7 +271,7 @@ def _call(method: Callable[..., Any], model: nn.Module, inputs: object, items: o
 
 
 class BeforeUser(Trainer):
-    """Base class that is before the user's class in the MRO. It converts batches to `PaddedInputs`."""
+    """Base class that is before the user's class in the MRO. The class converts batches to `PaddedInputs`."""
 
     @property
     def own_loss(self) -> bool:
@@ -294,7 +294,7 @@ class BeforeUser(Trainer):
         return inputs
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Call the subclass's method. It must call ``super()``, which counts the rows.
+        """Call the subclass's method. The subclass's method must call ``super()``, which counts the rows.
 
         Raises:
             ConfigError: The subclass's method does not call ``super()``.
@@ -343,7 +343,9 @@ class BeforeUser(Trainer):
 
     @property
     def _passes_of_mean(self) -> float:
-        """Divisor of the loss. It is 1 if the loss is already scaled for the whole step, else the number of micro-batches."""
+        """Divisor of the loss. The divisor is 1 if the loss is already scaled for the whole step, else the number of
+        micro-batches.
+        """
         passes = max(self.denominators.passes / self.denominators.world_size, 1.0)
         if user_override(type(self), "loss_is_scaled_for_ga"):  # This flag belongs to transformers.
             return 1.0 if self.loss_is_scaled_for_ga else passes

@@ -271,7 +271,8 @@ def render_prompt(
         tokenizer: Tokenizer with a chat template.
         prompt: Messages.
         tools: Schemas or functions.
-        answered: Whether the row contains an answer. If it does, the prompt may end with a message of any role.
+        answered: Whether the row contains an answer. If the row has an answer, the prompt may end with a message of any
+            role.
         template_kwargs: Passed to the template.
 
     Raises:
@@ -521,7 +522,7 @@ def encode(
     """Tokenize a batch of texts.
 
     Args:
-        tokenizer: Tokenizer. Its warning about texts longer than ``model_max_length`` is disabled.
+        tokenizer: Tokenizer. The tokenizer's warning about texts longer than ``model_max_length`` is disabled.
         texts: Texts to encode.
         special: Whether the tokenizer adds its special tokens.
         where: Function that returns a name for the text at an index of ``texts``, for error messages.
@@ -623,8 +624,9 @@ def tokenize_prompts(
 ) -> list[list[int]]:
     """Tokenize a batch of prompts for generation. Consecutive equal prompts are tokenized once.
 
-    Conversational prompts end with the generation prompt, or with an assistant message that the model continues. Their special
-    tokens come from the chat template. Plain prompts get special tokens from the tokenizer.
+    Conversational prompts end with the generation prompt, or with an assistant message that the model continues. The
+    special tokens of conversational prompts come from the chat template. Plain prompts get special tokens from the
+    tokenizer.
     """
     chat = is_messages(rows[0]["prompt"])
     alike = [list(group) for _, group in groupby(rows, key=lambda row: [row.get(name) for name in RENDERED])]
@@ -640,8 +642,8 @@ def cut_prompt(ids: list[int], most: int | None) -> list[int]:
     """Truncate a prompt from the left to ``most`` tokens.
 
     Raises:
-        DataError: The prompt contains images and is longer than ``most``. Such a prompt is not truncated, because
-            truncation could split an image.
+        DataError: The prompt contains images and is longer than ``most``. A prompt with images is not truncated,
+            because truncation could split an image.
     """
     if most is None or len(ids) <= most:
         return ids

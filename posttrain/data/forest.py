@@ -27,7 +27,7 @@ FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Arrangement of sequences in a batch. It depends on the model and the attention backend.
+    """Arrangement of sequences in a batch. The layout depends on the model and the attention backend.
 
     Attributes:
         kind: ``tree``: common prefixes are computed once, and several prefix trees are packed into a batch row. ``padded``:
@@ -633,8 +633,9 @@ def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: 
     """Replace the tokens of examples with the tokens of a batch that a custom data collator has returned.
 
     Args:
-        batch: Batch as in `unbatched`. It contains the first answers of all examples, then the second answers, and so on.
-            ``completion_mask (B, L)`` marks the answers. Columns of shape ``(len(examples),)`` replace the examples' values.
+        batch: Batch as in `unbatched`. The batch contains the first answers of all examples, then the second answers,
+            and so on. ``completion_mask (B, L)`` marks the answers. Columns of shape ``(len(examples),)`` replace the
+            examples' values.
         examples: Examples that were passed to the collator.
         branches: Names of the answers, in order.
 

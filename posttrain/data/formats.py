@@ -600,8 +600,9 @@ def tokenized(
     Args:
         dataset: ``Dataset`` or ``IterableDataset``.
         name: Name of the dataset in messages.
-        function: Function ``f(batch, indices, **arguments)`` that tokenizes a batch. It returns columns of ids, a column
-            ``_reason`` (the reason for dropping a row, or ``""``), and the columns named in ``counters`` and ``notes``.
+        function: Function ``f(batch, indices, **arguments)`` that tokenizes a batch. The function returns columns of
+            ids, a column ``_reason`` (the reason for dropping a row, or ``""``), and the columns named in ``counters``
+            and ``notes``.
         arguments: Arguments of the function. The arguments are part of the cache fingerprint.
         drop: Columns of the dataset to remove.
         counters: Names of integer columns. If a field of the report has the same name, the column is summed into this field.

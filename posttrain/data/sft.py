@@ -96,7 +96,7 @@ class SupervisedOptions:
 
     @property
     def cut(self) -> int | None:
-        """Number of tokens to which rows are truncated. None if the packing strategy splits long rows."""
+        """Number of tokens to which rows are truncated. The result is None if the packing strategy splits long rows."""
         return None if self.packing in ("bfd_split", "wrapped") else self.max_length
 
 

@@ -311,7 +311,7 @@ def is_chat_template_stop_token_trained(processing_class: Tokenizer, chat_templa
 
     Args:
         processing_class: Tokenizer or processor. Templates are not tested with images.
-        chat_template: Template to check. None checks the tokenizer's template.
+        chat_template: Template to check. If None, the tokenizer's template is checked.
     """
     tokenizer = with_template(processing_class, chat_template or template_text(processing_class))
     trained = _trained(tokenizer, TWO_TURNS[:3])

@@ -136,8 +136,8 @@ def flat_groups(
 def group_spread(
     rewards: Tensor, weights: Tensor, group_size: int, *, aggregation: str = "sum_then_normalize"
 ) -> Tensor:
-    """Compute the Bessel-corrected standard deviation of the rewards of each group, ``(n / G,)``. It is NaN for groups with
-    fewer than two scored completions.
+    """Compute the Bessel-corrected standard deviation of the rewards of each group, ``(n / G,)``. The deviation is NaN
+    for groups with fewer than two scored completions.
 
     By default, it is the standard deviation of the total reward. With ``normalize_then_sum``, it is the largest standard
     deviation of a function with a nonzero weight. Two functions whose rewards cancel each other in the sum then still

@@ -63,8 +63,8 @@ def divergence(log_q: Tensor, log_p: Tensor, *, beta: float) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """Autograd function of the divergence. Its backward pass needs three saved tensors of vocabulary size, and automatic
-    differentiation would need eight.
+    """Autograd function of the divergence. The backward pass needs three saved tensors of vocabulary size, and
+    automatic differentiation would need eight.
     """
 
     @staticmethod

@@ -57,8 +57,8 @@ def importance_log_ratio(
 
     Args:
         logp: ``(B, T)`` log-probs under the current policy.
-        old_logp: ``(B, T)`` log-probs under the policy that sampled the tokens. None if the policy has not changed since then.
-            The log-ratio is then 0, and its gradient is that of ``logp``.
+        old_logp: ``(B, T)`` log-probs under the policy that sampled the tokens. ``old_logp`` is None if the policy has
+            not changed since then. The log-ratio is then 0, and its gradient is that of ``logp``.
         mask: ``(B, T)`` bool, loss tokens.
         sequence: ``(B, T)`` sequence index.
         num_sequences: S.
@@ -109,7 +109,7 @@ def rollout_correction(
     The weight is ``r = exp(d)`` with ``d = logp - rollout_logp`` on loss tokens. d is computed per token (``token_*``), summed
     over the sequence (``sequence_*``), or averaged over the sequence (``geometric``). The modes ``*_truncate`` then clamp r to
     the bounds. All other modes set r to 0 if it is outside the bounds. Tokens for which the engine has returned no log-prob
-    (NaN) get the weight 0. Such tokens contribute d = 0 to the sum or mean of their sequence.
+    (NaN) get the weight 0. Tokens without log-prob contribute d = 0 to the sum or mean of their sequence.
 
     Reference: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS, MIS).
     """
@@ -303,7 +303,7 @@ def token_terms(
         name: Surrogate.
         logp: Log-probs under the current policy.
         advantages: Advantage of each token's completion.
-        old_logp: Log-probs at sampling time. None if the policy has not changed since.
+        old_logp: Log-probs at sampling time. ``old_logp`` is None if the policy has not changed since.
         ref_logp: Log-probs under the reference. None for no KL.
         beta: Coefficient of the KL.
         corrected: Whether the KL is multiplied by the importance ratio.

@@ -174,8 +174,8 @@ def reduce(terms: LossTerms, denominators: Denominators) -> Tensor:
     """Return the contribution of this forward pass to the loss of the optimizer step, times ``world_size``. The trainer
     calls ``backward()`` on the result.
 
-    If there are no loss tokens, the result is 0, but it still depends on the loss terms. Its backward pass then runs the same
-    collective operations as on other ranks.
+    If there are no loss tokens, the result is 0, but it still depends on the loss terms. The backward pass of this
+    result runs the same collective operations as on other ranks.
 
     Raises:
         ConfigError: ``terms.reduction`` is not in `REDUCTIONS`.

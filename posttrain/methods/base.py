@@ -227,7 +227,7 @@ class Method(ABC, Generic[Config]):
         """Compute the value of `State.own` for the next optimizer step, and metrics to log.
 
         Args:
-            state: State at the end of the optimizer step. Its ``own`` is still the value that the step used.
+            state: State at the end of the optimizer step. The state's ``own`` is still the value that the step used.
             sums: Sum of `step_sums` over the forward passes of this rank. None: this rank had no forward pass in the step.
         """
         return state.own, {}

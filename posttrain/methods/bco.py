@@ -150,7 +150,7 @@ def reward_sums(rewards: Tensor) -> Tensor:
 
 
 class BCO(AnswerMethod[BCOConfig]):
-    """Binary classifier of good and bad answers. Its threshold delta is the running mean of all rewards so far.
+    """Binary classifier of good and bad answers. The threshold delta is the running mean of all rewards so far.
 
     `State.own` is a `Delta`.
 

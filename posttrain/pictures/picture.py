@@ -75,7 +75,7 @@ class Picture:
             ) from error
 
     def opened(self) -> Any:
-        """Return an upright PIL image in its own mode. Its pixels are decoded on first access."""
+        """Return an upright PIL image in its own mode. The image's pixels are decoded on first access."""
         source = self.source
         if isinstance(source, str):
             # Read the whole file now, so that it does not stay open.
@@ -147,7 +147,7 @@ class Placed:
     grid: tuple[int, int, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict that can be written as JSON. It contains a path, or encoded bytes in base64."""
+        """Return a dict that can be written as JSON. The dict contains a path, or encoded bytes in base64."""
         picture = self.picture.encoded()
         data = base64.b64encode(picture.source).decode() if isinstance(picture.source, bytes) else None
         kept = {"path": None if data else picture.source, "background": picture.background, "where": picture.where}
@@ -385,7 +385,9 @@ def picture_in(block: Mapping[str, Any]) -> Any:
 
 
 def filled(messages: Sequence[Mapping[str, Any]], images: Iterable[Any]) -> list[dict[str, Any]]:
-    """Put images into the image blocks of messages, in reading order. It is the inverse of `conversation_pictures`."""
+    """Put images into the image blocks of messages, in reading order. This function is the inverse of
+    `conversation_pictures`.
+    """
     rest = iter(images)
     return _with_blocks(messages, lambda b: {**b, "image": next(rest)} if b["type"] == "image" else b)
 

@@ -108,7 +108,8 @@ def _marker() -> Any:
 
 
 class PictureProcessor:
-    """Wraps a processor of `transformers` for training. It converts one segment of text, and one image, at a time.
+    """Wraps a processor of `transformers` for training. The wrapper converts one segment of text, and one image, at a
+    time.
 
     Each image is prepared alone, so that the result does not depend on other rows of the pass.
 
@@ -169,7 +170,7 @@ class PictureProcessor:
 
     @functools.cached_property
     def controls(self) -> dict[str, int]:
-        """Ids of placeholders and markers of images, by token. They are never sampled, have no loss, and are not
+        """Ids of placeholders and markers of images, by token. These ids are never sampled, have no loss, and are not
         accepted in user text.
         """
         added = self.tokenizer.added_tokens_decoder

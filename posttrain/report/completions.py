@@ -126,7 +126,8 @@ def print_prompt_completions_sample(
     Args:
         prompts: Texts, or lists of messages.
         completions: Texts, or lists of messages.
-        rewards: One list of rewards per function. None means that the function did not score the completion.
+        rewards: One list of rewards per function. A reward of None means that the function did not score the
+            completion.
         advantages: One advantage per completion.
         step: Step that is shown in the title.
         num_samples: Number of randomly selected rows to print. None: all rows. 0 or less: no rows.

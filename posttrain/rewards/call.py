@@ -166,8 +166,8 @@ class RewardFunction:
 
     Attributes:
         name: Unique name, for metrics and errors.
-        call: Function that is called with the accepted arguments as keywords. It returns the rewards, or an awaitable of the
-            rewards.
+        call: Function that is called with the accepted arguments as keywords. The function returns the rewards, or an
+            awaitable of the rewards.
         accepts: Names of the function's parameters. The value is True if the parameter has no default.
         takes_all: Whether the function has ``**kwargs`` and therefore gets every argument.
         timeout: Maximum seconds of a call. None means no limit.

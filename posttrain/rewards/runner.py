@@ -235,9 +235,10 @@ class RewardRunner:
     """Runner of the reward functions of a trainer. Invalid results and exceptions of functions are raised as `RewardError`.
 
     A function is called as ``f(prompts=..., completions=..., completion_ids=..., **columns, trainer_state=..., log_extra=...,
-    log_metric=...)``. It returns one number per row, or None for rows that it cannot score. A function without ``**kwargs``
-    gets only the arguments that its signature names. Synchronous functions run first, one after the other, on the calling
-    thread. After them, asynchronous functions and functions with the decorator `parallel` run at the same time.
+    log_metric=...)``. The function returns one number per row, or None for rows that it cannot score. A function
+    without ``**kwargs`` gets only the arguments that its signature names. Synchronous functions run first, one after
+    the other, on the calling thread. After them, asynchronous functions and functions with the decorator `parallel` run
+    at the same time.
 
     Args:
         reward_funcs: A callable, a sequence-classification model (or its id), or a list of them. The list is copied.

@@ -54,8 +54,8 @@ class BCOTrainer(PreferenceTrainer):
         ref_model: Reference model. If None, it is the policy with its initial weights: a frozen copy, or, with
             ``peft_config``, the policy with its adapter disabled.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
-        embedding_func: Function ``f(input_ids, attention_mask)`` that computes embeddings of tokenized prompts. They determine
-            the weights of bad answers.
+        embedding_func: Function ``f(input_ids, attention_mask)`` that computes embeddings of tokenized prompts. The
+            embeddings determine the weights of bad answers.
         embedding_tokenizer: Tokenizer for ``embedding_func``. Both must be set together.
         data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``prompt``, ``completion`` and ``label`` (True for a good answer), or with pairs.

@@ -268,8 +268,8 @@ def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor,
         axes: ``beta`` and the temperature.
 
     Returns:
-        ``(n,)`` equal values. Their sum is the sum of the losses of the n tokens, so the loss does not depend on the chunk
-        size.
+        ``(n,)`` equal values. The sum of these values is the sum of the losses of the n tokens, so the loss does not
+        depend on the chunk size.
 
     Raises:
         ConfigError: The function does not return a scalar.

@@ -125,7 +125,8 @@ def frozen(model: nn.Module, autocast: Callable[[], AbstractContextManager] = nu
 
 @dataclass
 class ModelTeacher:
-    """Teacher model in this process. Its logits are computed only at positions where they are compared with the student's.
+    """Teacher model in this process. The teacher's logits are computed only at positions where they are compared with
+    the student's.
 
     Attributes:
         running: Context manager that returns the model in evaluation mode, without gradients. The context manager may
@@ -219,8 +220,8 @@ def shares_of_batch(
         weights: Mapping from each teacher's name to the weight of its divergence. Every teacher then scores every sequence.
             None: use the column ``teacher``.
         names: Names of the teachers, in the order of their numbers.
-        say: Function that returns the outputs of a teacher. Its arguments are the teacher's name and a list of sequences (None:
-            all sequences).
+        say: Function that returns the outputs of a teacher. The function's arguments are the teacher's name and a list
+            of sequences (None: all sequences).
     """
     if weights is not None:
         return {name: TeacherShare(say(name, None), weight=weights[name]) for name in names if weights[name]}
