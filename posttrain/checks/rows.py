@@ -479,8 +479,8 @@ CONTROLS_READ = 1000  # Number of rows that are searched for control tokens.
 
 @probe("data", "PT-D016")
 def typed_control_tokens(context: Context) -> Iterable[Finding]:
-    """Find control tokens in the text of user, system and tool messages. Text with control tokens would be tokenized as
-    control tokens.
+    """Find control tokens in the text of user, system and tool messages. Tokenization would turn this text into control
+    tokens.
     """
     dataset, tokenizer = context.train_dataset, inner_tokenizer(context.tokenizer)
     words = {
