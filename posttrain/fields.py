@@ -149,7 +149,7 @@ def read_mapping(name: str, value: object) -> Any:
 def check_fields(config: Any, *, beside: type) -> None:
     """Raise an error for the first field of a config with a value of the wrong type or out of range.
 
-    The contents of lists and mappings are not checked here. They are checked by the code that reads them.
+    The contents of lists and mappings are not checked here. The code that reads these contents checks them.
 
     Args:
         config: A dataclass.

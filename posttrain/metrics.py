@@ -28,7 +28,8 @@ class Metric:
 
 
 def mean(values: float | Tensor, mask: Tensor | None = None, weight: float | Tensor | None = None) -> Metric:
-    """Return a metric for the mean over the true entries of ``mask`` (or all entries). Merging weights it by their count.
+    """Return a metric for the mean over the true entries of ``mask`` (or all entries). Merging weights the mean by the
+    number of these entries.
 
     Args:
         values: A number, or a tensor of any shape.
@@ -72,8 +73,8 @@ def _extreme(reduction: Literal["min", "max"], values: float | Tensor, mask: Ten
 class MetricBuffer(MutableMapping[str, "Series"]):
     """Buffer of metrics between two log steps, which reduces them over micro-batches and ranks.
 
-    It supports the operations of TRL's dict of lists:
-    ``buffer[name].append(value)``, ``buffer[name][-1]``, ``sum(buffer[name])``, ``.items()``.
+    The buffer supports the operations of TRL's dict of lists: ``buffer[name].append(value)``, ``buffer[name][-1]``,
+    ``sum(buffer[name])``, ``.items()``.
 
     >>> buffer = MetricBuffer()
     >>> buffer.add({"entropy": mean(2.0, weight=3), "tokens": total(3)})
@@ -149,8 +150,8 @@ class MetricBuffer(MutableMapping[str, "Series"]):
         """Reduce to plain numbers and empty the buffer.
 
         Args:
-            all_gather: Function from this rank's ``[(name, reduction, value, weight)]`` to the concatenation over ranks. It is
-                called once, and ranks may have different names. None on a single process.
+            all_gather: Function from this rank's ``[(name, reduction, value, weight)]`` to the concatenation over
+                ranks. The function is called once, and ranks may have different names. None on a single process.
         """
         numbers = iter(_on_host([number for m in self._items.values() for number in (m.value, m.weight)]))
         rows = [(name, m.reduction, next(numbers), next(numbers)) for name, m in self._items.items()]
@@ -167,7 +168,8 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 class Series(Sequence[float]):
     """List-like view of one metric: appended values are averaged with the rest of the log window.
 
-    It contains the appended values. For a name that a trainer emits, it contains one value: the window's current result.
+    The view contains the appended values. For a name that a trainer emits, it contains one value: the window's current
+    result.
     """
 
     def __init__(self, buffer: MetricBuffer, name: str) -> None:

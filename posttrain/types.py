@@ -80,12 +80,12 @@ class Row:
     Attributes:
         prompt_ids: Token ids shared by all completions. May be empty (plain language modeling).
         completions: Token ids of each completion, without the prompt.
-        loss_masks: One list per completion. Its entries are 1 for trained tokens and 0 for other tokens.
+        loss_masks: One list per completion. The entries are 1 for trained tokens and 0 for other tokens.
         sequence_columns: One number per completion, e.g. ``{"advantages": [0.5, -0.5]}``.
         token_columns: One number per completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
         model_kwargs: Additional arguments of the model's forward method, such as images. They are passed on unchanged.
-        prompt_mask: 1 for prompt tokens that are also trained. They are trained once, regardless of the number of completions.
-            None: no prompt token is trained.
+        prompt_mask: 1 for prompt tokens that are also trained. Prompt tokens are trained once, regardless of the number
+            of completions. None: no prompt token is trained.
         pictures: Lists of images: those of the prompt, followed by those of each completion. The attribute ``start`` of an
             image is the index of its first placeholder token. Empty: no images.
     """
@@ -126,15 +126,15 @@ class Row:
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens that belong to the same sequences (an edge of a prefix tree). The segments that continue it follow
-        directly in the batch row.
+    """Consecutive tokens that belong to the same sequences (an edge of a prefix tree). Segments that continue this
+    segment follow directly in the batch row.
 
     Attributes:
         row: Row of the batch.
         start, stop: Range of columns of the segment. Tokens of a segment attend to each other causally.
         end: Column after the last token of all segments that continue this one. Tokens in ``[stop, end)`` attend to all tokens
             in ``[start, stop)``.
-        parent: Index of the segment that it continues. -1 for a root.
+        parent: Index of the segment that this segment continues, or -1 for a root.
         position: Position id of the first token.
     """
 
@@ -175,8 +175,8 @@ class Batch:
         position_ids: ``(B, T)`` int64. The positions of a segment continue those of its parent.
         seen_until: ``(B, T)`` int64, column after the last token that attends to this token. 0 for padding. Column q attends to
             column k if ``k <= q < seen_until[k]``.
-        predictor: ``(B, T)`` int64, column whose hidden state predicts this token. It is only valid where ``loss_mask`` is
-            True.
+        predictor: ``(B, T)`` int64, column whose hidden state predicts this token. The column is only valid where
+            ``loss_mask`` is True.
         loss_mask: ``(B, T)`` bool, True for trained tokens. A trained token always has a predictor.
         sequence: ``(B, T)`` int64, index in ``[0, S)`` of the sequence to which a completion token belongs. -1 for all other
             tokens.
@@ -186,11 +186,11 @@ class Batch:
         dense_mask: Whether attention uses a mask, for models that do not support segments (see `Layout`).
         origin: Index of each sequence in the flat list of collated completions.
         advantages: ``(S,)`` or ``(B, T)`` float32.
-        old_logp: ``(B, T)`` float32. None if the policy has not changed since the rollout.
+        old_logp: ``(B, T)`` float32. ``old_logp`` is None if the policy has not changed since the rollout.
         ref_logp: ``(B, T)`` float32.
         rollout_logp: ``(B, T)`` float32.
-        expected_grad: Gradient ``(B, T)`` of the loss with respect to the log-probs, if it is known before the forward pass. Or
-            a `TokenLoss`, if the loss of each token depends only on its own log-prob.
+        expected_grad: Gradient ``(B, T)`` of the loss with respect to the log-probs, if it is known before the forward
+            pass. A `TokenLoss` is possible if the loss of each token depends only on its own log-prob.
         columns: Other per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name (labels, margins, weights).
         model_kwargs: Additional arguments of the model's forward method, which are passed on unchanged.
         pictures: Tuples of row, column of the first placeholder, and image, in column order.
@@ -292,8 +292,8 @@ class Batch:
 
     @property
     def shares(self) -> Tensor | None:
-        """Weight ``(S,)`` of each sequence: its fraction of the trained tokens of its episode. None if every sequence is a
-        separate episode.
+        """Weight ``(S,)`` of each sequence: its fraction of the trained tokens of its episode. The weights are None if
+        every sequence is a separate episode.
 
         Each branch of an episode is a sequence. The weights of an episode's sequences sum to 1, so that an episode counts as
         one sequence in means.
@@ -324,8 +324,8 @@ class Batch:
 
 
 class Batches(list[Batch]):
-    """List of the batches of one micro-batch, as a data loader yields them. Unlike in TRL, it is not a dict of padded
-    tensors.
+    """List of the batches of one micro-batch, as a data loader yields them. Unlike in TRL, a batch is not a dict of
+    padded tensors.
     """
 
     def __getitem__(self, index: Any) -> Any:
@@ -538,11 +538,11 @@ class SampleSettings:
 
 
 class Prompt(list[int]):
-    """Token ids of a prompt with its images. Two prompts are equal if their ids and images are.
+    """Token ids of a prompt with its images. Two prompts are equal if their ids and their images are equal.
 
     Args:
         ids: Token ids with one placeholder per image feature.
-        pictures: Images in reading order. Each has the index ``start`` of its first placeholder.
+        pictures: Images in reading order. The attribute ``start`` of an image is the index of its first placeholder.
     """
 
     def __init__(self, ids: Iterable[int], pictures: Iterable[Any] = ()) -> None:
@@ -563,11 +563,12 @@ class Prompt(list[int]):
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """Request for ``n`` completions of one prompt. ``sampling`` are its sampling settings (None: the settings of the call).
+    """Request for ``n`` completions of one prompt. ``sampling`` are the sampling settings of the request, or None for
+    the settings of the call.
 
     ``pictures`` are the images of the prompt, for engines that support them (`Capabilities.pictures`); see `Prompt`.
     The last ``written`` tokens of the prompt are the beginning of an interrupted completion. Stop strings and guides
-    take them into account.
+    take these tokens into account.
     """
 
     prompt_ids: Sequence[int]
@@ -585,21 +586,23 @@ class Rollout:
         prompt_ids: Token ids of the prompt that the engine has completed.
         token_ids: Completion tokens, including the stop token.
         logp: Raw log-probability of each completion token, under the distribution at ``temperature`` before penalties,
-            bias, guide, top-k, top-p and min-p. Empty if the engine does not return it.
+            bias, guide, top-k, top-p and min-p. The list is empty if the engine returns no log-probs.
         finish_reason: ``stop`` for a stop token, ``length`` for the length limit, ``abort`` if sampling was interrupted.
         version: Version of the policy weights that sampled it.
-        tool_mask: 1 for tokens of the model, 0 for tokens of a tool or environment. None if all tokens are the model's.
+        tool_mask: 1 for tokens of the model, 0 for tokens of a tool or environment. The mask is None if all tokens are
+            the model's.
         text: Decoded completion, if it was decoded.
-        processed_logp: Log-probability under the distribution from which the token was sampled. None if it is equal to
-            ``logp``.
+        processed_logp: Log-probability under the distribution from which the token was sampled. ``processed_logp`` is
+            None if it is equal to ``logp``.
         top_logps: Most likely tokens of the raw distribution at each step, as pairs (token id, log-prob). Only if
             requested.
-        spans: Pairs (version, number of tokens) if the weights changed during sampling. None if all tokens are of
-            ``version``.
+        spans: Pairs (version, number of tokens) if the weights changed during sampling. ``spans`` is None if all tokens
+            are of ``version``.
         pictures: Images of the prompt.
         shown: Images from tools and environments, with their positions in ``token_ids``.
-        branches: Other sequences of the same episode, i.e. branches of an agent's history. Their prompts may contain this
-            sequence. All sequences of an episode have the same reward and advantage, and together count as one sequence.
+        branches: Other sequences of the same episode, i.e. branches of an agent's history. The prompts of these
+            branches may contain this sequence. All sequences of an episode have the same reward and advantage, and
+            together count as one sequence.
         credit: Number by which the advantage of this sequence is multiplied.
     """
 

@@ -35,7 +35,9 @@ def scalar(value: object) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is one real number of any library. Text and arrays with several elements are not."""
+    """Return whether a value is one real number of any library. Text and arrays with several elements are not numbers
+    in this sense.
+    """
     return isinstance(value, SupportsFloat) and not isinstance(value, complex) and not getattr(value, "shape", ())
 
 

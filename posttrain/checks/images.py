@@ -180,7 +180,9 @@ def pictures(context: Context) -> list[Finding]:
 
 @probe("first_batch", "PT-G005", part="processor")
 def reach(context: Context) -> list[Finding | None]:
-    """Check whether the log-probs of the first batch depend on its images. Only in runs with a single process."""
+    """Check whether the log-probs of the first batch depend on its images. This check runs only in runs with a single
+    process.
+    """
     batch = next((one for one in context.parts.get("batches", ()) if one.pictures), None)
     if batch is None or context.processes > 1 or picture_encoder(context.model) is None:
         return []
@@ -226,8 +228,8 @@ def _another(placed: Placed) -> Placed:
 
 @probe("log_step", "PT-G017", part="processor")
 def images_needed(context: Context) -> list[Finding | None]:
-    """Check the newest log line for rewards that do not depend on images. It contains the reward with exchanged images if
-    ``check_image_use`` is set.
+    """Check the newest log line for rewards that do not depend on images. The log line contains the reward with
+    exchanged images if ``check_image_use`` is set.
     """
     lines = [line for line in context.parts.get("history", ()) if "eval_images/exchanged_reward" in line]
     if not lines or lines[-1] is not context.parts["history"][-1]:

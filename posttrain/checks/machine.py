@@ -70,8 +70,8 @@ def check_strangers(names: Sequence[str], *, folder: str, resumed: bool) -> Find
 
 
 def check_disk_space(free: int, checkpoint: int, *, folder: str, limit: int | None = None) -> Finding | None:
-    """Return a finding if the disk has no space for two checkpoints, else None. Two are needed, because a new checkpoint is
-    written before an old one is removed.
+    """Return a finding if the disk has no space for two checkpoints, else None. The disk needs space for two, because a
+    new checkpoint is written before an old one is removed.
 
     Args:
         free: Free bytes.
@@ -108,7 +108,7 @@ def check_gpu_memory(
     Args:
         free: Free bytes.
         total: Bytes of the device.
-        needed: Bytes for gradients and optimizer states. They do not depend on the batch size.
+        needed: Bytes for gradients and optimizer states. This size does not depend on the batch size.
         device: Name of the device.
         others: Other processes by index of the GPU, as (process id, name, bytes).
     """
@@ -132,8 +132,8 @@ def check_gpu_memory(
 
 @probe("config", "PT-L004")
 def ports_of_servers(context: Context) -> list[Finding]:
-    """Check that the port for weight updates is free. If another run uses it, this run could connect to the server of the
-    other run.
+    """Check that the port for weight updates is free. If another run uses the port, this run could connect to the
+    server of the other run.
     """
     args = context.args
     if not args.use_vllm or args.vllm_mode != "server":
@@ -163,7 +163,7 @@ class Need:
     Attributes:
         package: Requirement in pip's syntax, such as ``vllm>=0.27.0``. Broken versions are excluded with ``!=0.30.1``.
         feature: Feature that needs the package, a key of `FEATURES`.
-        tested: Latest tested version. None if newer versions are not a problem.
+        tested: Latest tested version. The field is None if newer versions are not a problem.
         reason: Reason for the minimum version.
     """
 
@@ -309,7 +309,7 @@ def check_versions(features: Mapping[str, bool], installed: Mapping[str, str | N
     """Return findings about the packages that the enabled features need.
 
     Args:
-        features: Whether each feature is used; see `features_in_use`.
+        features: Maps each feature to whether it is used; see `features_in_use`.
         installed: Versions by package name. None reads the packages' metadata.
     """
     findings = []
@@ -321,8 +321,8 @@ def check_versions(features: Mapping[str, bool], installed: Mapping[str, str | N
 
 
 def _compared(need: Need, version: str | None) -> Finding | None:
-    """Compare an installed version with a requirement, and return a finding or None. ``version=None``: the package is not
-    installed.
+    """Compare an installed version with a requirement, and return a finding or None. ``version`` is None if the package
+    is not installed.
     """
     feature, name = FEATURES[need.feature], need.name
     install = f"pip install '{name}=={need.tested}'" if need.tested else f"pip install '{need.package}'"

@@ -236,7 +236,7 @@ def batch_sizes(batch: int, accumulation: int) -> list[int]:
 def larger_batch(batch: int, accumulation: int, factor: float) -> tuple[int, int] | None:
     """Return a larger batch size with its accumulation steps, for the same effective batch size, or None.
 
-    The batch size is the largest that is up to ``factor`` times as large as ``batch``.
+    The result is the largest batch size of at most ``factor`` times ``batch``.
 
     >>> larger_batch(4, 8, 2.5), larger_batch(4, 1, 8.0)
     ((8, 4), None)
@@ -347,7 +347,7 @@ def plan(
         batch_size: Batch size. None uses the config's.
         bits: Bits per quantized weight, including scales (see `posttrain.models.quantised.weight_bits`). None uses the configs.
         pictures: Processor and images of the longest row. None if rows contain only text.
-        model: The policy, if it is loaded. Its weights already have their final dtype.
+        model: The policy, if it is loaded. The weights of a loaded model already have their final dtype.
     """
     from posttrain.data.forest import collate
     from posttrain.models.memory import recomputes
@@ -446,7 +446,9 @@ def _autocast(args: PostTrainingConfig, dtype: Any) -> Any:
 
 
 def _generating(traits: Traits, args: PostTrainingConfig, lengths: Lengths, device: str) -> Generating | None:
-    """Return the largest generation call of an engine in this process. None if no engine generates in this process."""
+    """Return the largest generation call of an engine in this process. Return None if no engine generates in this
+    process.
+    """
     from posttrain.models.memory_estimate import Generating
 
     if not traits.samples or traits.workers_sample:

@@ -168,7 +168,7 @@ class PairScan:
 
     Attributes:
         total: Number of pairs.
-        suspects: For each suspicious row number, the reason. If there are several reasons, the first one.
+        suspects: Maps the number of each suspicious row to the first reason.
         swapped: Rows whose pair also occurs with chosen and rejected swapped.
         contradicted: Rows in which the rejected answer has the higher score.
         near: Rows whose answers are nearly equal.
@@ -329,8 +329,10 @@ def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, giv
     Args:
         gap: Maximum absolute log-ratio of a sequence, per token, in nats.
         half: Whether the run computes in half precision, where the tolerance is larger.
-        loss: The first loss, if the loss is the plain sigmoid loss. Long answers can change it even if ``gap`` is small.
-        given: Whether the user passed the reference model. A difference may then be intended.
+        loss: The first loss, if the loss is the plain sigmoid loss. Long answers can change this loss even if ``gap``
+            is small.
+        given: Whether the user passed the reference model. With a reference model of the user, a difference may be
+            intended.
     """
     precision = "half" if half else "float32"
     tolerance = TOLERANCE[precision]
@@ -424,7 +426,7 @@ class PairWatch:
         tokenizer: Tokenizer of the policy.
         branches: Columns with the answers.
         compared: Whether the loss compares policy and reference.
-        given: Whether the user passed the reference model. Otherwise it is a copy of the policy.
+        given: Whether the user passed the reference model. If not, the reference is a copy of the policy.
     """
 
     def __init__(

@@ -523,7 +523,9 @@ class Preflight:
         return findings
 
     def add(self, finding: Finding) -> Told:
-        """Record a finding. Return whether it is new, repeated or silenced. The caller decides from this whether to log it."""
+        """Record a finding. Return whether it is new, repeated or silenced. The caller uses the result to decide
+        whether to log the finding.
+        """
         if not self.active:
             return "off"
         result = self.results.setdefault(finding.code, Result())

@@ -124,7 +124,7 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
 
     Args:
         flat: Number of consecutive generations without a nonzero advantage.
-        rewards: Total rewards of their completions.
+        rewards: Total rewards of the completions in these generations.
         limit: Minimum number of generations for a finding. It is 1 if all rewards are 0.
     """
     unscored = bool(rewards) and all(math.isnan(reward) for reward in rewards)
@@ -239,7 +239,7 @@ GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
 
 
 class Notice(NamedTuple):
-    """Message without a code. For each key, it is logged at its first and then at every 100th occurrence."""
+    """Message without a code. A message with a given key is logged at its first and then at every 100th occurrence."""
 
     key: str
     text: str
@@ -309,7 +309,8 @@ def findings(
         clipped: Number of clipped advantages, number of advantages, and maximum absolute value before clipping, if known.
         columns: Names of the dataset columns that functions got.
         stop_after: Number of consecutive generations without a signal after which the run stops. None never stops a run.
-        min_group_std: Standard deviation below which a group has no advantages. None if groups are not scaled separately.
+        min_group_std: Standard deviation below which a group has no advantages. The value is None if groups are not
+            scaled separately.
     """
     if history.mostly_unscored:
         yield from _unscored_generations(table, history, columns)
@@ -391,8 +392,8 @@ def _unscored_generations(
 
 
 def _narrow_groups(history: RewardHistory, least: float) -> Notice | None:
-    """Find groups whose rewards have a tiny standard deviation. Division by it would amplify noise to updates of normal
-    size.
+    """Find groups whose rewards have a tiny standard deviation. Division by such a standard deviation would amplify
+    noise to updates of normal size.
     """
     known, whole = len(history.spreads), history.totals.std
     narrow = sum(std > 0 and least <= std < NARROW_SPREAD * whole for std in history.spreads)

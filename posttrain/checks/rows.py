@@ -479,7 +479,9 @@ CONTROLS_READ = 1000  # Number of rows that are searched for control tokens.
 
 @probe("data", "PT-D016")
 def typed_control_tokens(context: Context) -> Iterable[Finding]:
-    """Find control tokens in the text of user, system and tool messages. They would be tokenized as control tokens."""
+    """Find control tokens in the text of user, system and tool messages. Tokenization would turn this text into control
+    tokens.
+    """
     dataset, tokenizer = context.train_dataset, inner_tokenizer(context.tokenizer)
     words = {
         t.content for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if t.special and len(t.content) > 1
@@ -542,7 +544,7 @@ def columns_of(
         columns: Columns of the dataset.
         prompts_only: Whether completions are sampled. Only reward functions then read columns other than the prompt.
         unread: Columns of other tasks.
-        ids: Names of columns with token ids. If they exist, the method does not read text columns.
+        ids: Names of columns with token ids. If the dataset has these columns, the method does not read text columns.
     """
     if set(columns) & set(ids):
         return []
@@ -579,7 +581,9 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
 
 def is_open(row: Mapping[str, Any], filled: bool) -> bool:
-    """Return whether the prompt of a row is empty and will be filled by an environment. ``filled``: an environment exists."""
+    """Return whether the prompt of a row is empty and will be filled by an environment. ``filled`` is True if an
+    environment exists.
+    """
     return filled and row.get("prompt") == [{"role": "user", "content": ""}]
 
 
@@ -648,7 +652,7 @@ def write_lines(folder: str | None, name: str, lines: Iterable[Mapping[str, Any]
 
 
 def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write pairs to ``suspect_pairs.jsonl``. They replace earlier entries with the same reason.
+    """Write pairs to ``suspect_pairs.jsonl``. The pairs replace earlier entries with the same reason.
 
     Args:
         folder: Folder of the run.

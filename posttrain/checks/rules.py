@@ -113,7 +113,9 @@ class View:
     generations_per_step: float = 1.0
 
     def values(self, name: str | None = None) -> list[float] | None:
-        """Return a metric's values in the window. None if the log is shorter than the window or a row lacks the metric."""
+        """Return a metric's values in the window. Return None if the log is shorter than the window or a row lacks the
+        metric.
+        """
         return window(self.history, name or self.name, self.steps)
 
     def last(self, name: str, count: int) -> list[float]:
@@ -152,8 +154,8 @@ class Rule:
         why: The consequence.
         fix: What the user should do.
         severity: ``error`` stops a run. ``warning`` and ``info`` are logged.
-        live: Whether the rule is applied during training. It is False if another check finds the problem during training, or if
-            the rule needs the whole log.
+        live: Whether the rule is applied during training. The flag is False if another check finds the problem during
+            training, or if the rule needs the whole log.
         title: Title on the page of a run. If empty, the title in the registry is used.
     """
 
@@ -168,7 +170,9 @@ class Rule:
     title: str = ""
 
     def names_in(self, row: Mapping[str, float]) -> list[str]:
-        """Return the rule's metrics that a row contains. Evaluation metrics include those of each named evaluation set."""
+        """Return the rule's metrics that a row contains. Evaluation metrics include the metrics of each named
+        evaluation set.
+        """
         named = tuple(name.removeprefix("eval") for name in self.metrics if name.startswith("eval_"))
         of_sets = [
             name for name in row if name not in self.metrics and name.startswith("eval_") and name.endswith(named)
@@ -560,7 +564,7 @@ class Verdict:
     Attributes:
         rule: The rule.
         status: ``seen``: the rule has found the problem. ``clear``: it has not. ``unknown``: the log is too short.
-        evidence: Text of the last finding. Empty unless the status is ``seen``.
+        evidence: Text of the last finding. The text is empty unless the status is ``seen``.
         spans: Ranges ``(first, last)`` of steps at which the rule holds, in order.
     """
 

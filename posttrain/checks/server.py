@@ -150,7 +150,7 @@ class Parity:
         self._cost, self._pushes = 0.0, 0
 
     def due(self) -> bool:
-        """Return whether log-probs are compared after this weight update. It must be called once per update."""
+        """Return whether log-probs are compared after this weight update. Call this method once per update."""
         self._pushes += 1
         if self.ended is None or not self.moved:
             return True

@@ -362,7 +362,7 @@ def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_pol
         match: Result of `compare_tokenizers`. Padding rows of a model's embedding do not count as a difference.
         mode: ``error`` or ``warn``.
         method: Name of the method whose loss compares the models.
-        on_policy: Whether the first model generates. Both models must then have a common stop token.
+        on_policy: Whether the first model generates. If it generates, the two models must have a common stop token.
 
     Raises:
         ConfigError: Ids have different meanings, and ``mode`` is ``error``.

@@ -436,7 +436,7 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
     """Train one step, with completions of a few tokens, and evaluate one batch. Nothing is saved.
 
     Args:
-        trainer: Trainer for this trial. It must not be used afterwards, because the trial changes its model.
+        trainer: Trainer for this trial. Do not use the trainer afterwards, because the trial changes its model.
         resume: Checkpoint from which the run would resume. The trial step is then the step after the checkpoint.
 
     Raises:
@@ -491,7 +491,9 @@ def _few(rows: AnyDataset, count: int) -> AnyDataset:
 
 
 def _parameters(config: Any) -> int:
-    """Count the parameters of a model from its config, without loading weights. Return 0 if this is not possible."""
+    """Count the parameters of a model from its config, without loading weights. Return 0 if the parameters cannot be
+    counted.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -41,7 +41,9 @@ def run(argv: list[str]) -> int:
 
 
 def example(name: str) -> Any:
-    """Import an example script. In an installed wheel, it is next to this file. In a clone, it is in ``examples/``."""
+    """Import an example script. An installed wheel contains the script next to this file, and a clone contains it in
+    ``examples/``.
+    """
     here = Path(__file__)
     copy = here.with_name("examples") / f"{name}.py"
     path = copy if copy.is_file() else here.parents[2] / "examples" / copy.name

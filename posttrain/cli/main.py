@@ -74,7 +74,7 @@ def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
 
 
 def _train(name: str, argv: list[str]) -> int:
-    """Run a training command. For its short help, no module of the command is imported, which is faster."""
+    """Run a training command. The short help imports no module of the command, which is faster."""
     if argv and argv[-1] in ("-h", "--help") and TRAINING[name].plugin is None:
         from posttrain.cli.options import help_text
 
@@ -136,9 +136,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
-    Returns:
-        Exit code. 0: success. 1: a configuration or data error (one line on stderr). 2: wrong usage. 75: a rollout server was
-        lost, and the run can be started again. 78: a check stopped the run. 130: the user interrupted the run.
+    Returns: Exit code. 0 means success, 1 a configuration or data error (one line on stderr), and 2 wrong usage. 75
+    means that a rollout server was lost and the run can be started again. 78 means that a check stopped the run. 130
+    means that the user interrupted the run.
     """
     accept_any_character()
     tokens = list(sys.argv[1:] if argv is None else argv)

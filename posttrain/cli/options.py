@@ -261,8 +261,8 @@ def completion(commands: list[str], argv: list[str]) -> int:
 
 
 def _configs() -> Path:
-    """Return the folder of example configs. In an installed wheel, it is next to this file. In a clone, it is in
-    ``examples``.
+    """Return the folder of example configs. An installed wheel contains the folder next to this file, and a clone
+    contains it in ``examples``.
     """
     copy = Path(__file__).with_name("examples") / "configs"
     return copy if copy.is_dir() else ROOT.parent / "examples" / "configs"

@@ -238,8 +238,8 @@ _mapping.__name__ = "JSON mapping"  # argparse shows this name in its error mess
 
 
 def split_config(tokens: Sequence[str]) -> tuple[list[str], str | None]:
-    """Remove ``--config path`` or ``--config=path`` from the tokens. Return the remaining tokens and the path. If there are
-    several, the last path is returned.
+    """Remove ``--config path`` or ``--config=path`` from the tokens. Return the remaining tokens and the path. If the
+    option is repeated, the last path is returned.
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     parser.add_argument("--config", nargs="?")

@@ -18,7 +18,7 @@ CRASH = "Fatal Python error"  # Text that `faulthandler` writes at the beginning
 
 
 class _Both:
-    """Replacement of stderr that also writes to a file. It has all attributes of the wrapped stream."""
+    """Replacement of stderr that also writes to a file. The object has all attributes of the wrapped stream."""
 
     def __init__(self, shown: TextIO, file: TextIO) -> None:
         self._shown, self._file = shown, file
@@ -108,7 +108,8 @@ def first_failure(folder: Path, code: int) -> Failure | None:
 
     Args:
         folder: Folder in which processes stored their codes and stderr.
-        code: Exit code of the launcher. It is used for a process that crashed before it could store its own exit code.
+        code: Exit code of the launcher. This code is used for a process that crashed before it could store its own exit
+            code.
     """
     # A killed process counts as the first failure, because other processes fail only as a consequence.
     for path in sorted(folder.glob("*.signal")):

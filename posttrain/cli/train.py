@@ -500,7 +500,7 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
     """Run this command in several processes with ``accelerate launch``. Return the exit code of the process that failed first,
     or 0.
 
-    The processes receive all options. They ignore the options of the launcher.
+    The processes receive all options. The processes ignore the options of the launcher.
     """
     import torch
 
@@ -564,7 +564,8 @@ def launched(launch: list[str], *, config: PostTrainingConfig | None = None) -> 
 
     Args:
         launch: Flags of ``accelerate launch``.
-        config: Config of the run. If it is passed, an error is raised if this machine cannot shard the model as requested.
+        config: Config of the run. If flags are passed, an error is raised if this machine cannot shard the model as
+            requested.
     """
     import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -588,8 +589,8 @@ def launched(launch: list[str], *, config: PostTrainingConfig | None = None) -> 
 
 
 def _end(process: subprocess.Popen, *, tell: bool) -> None:
-    """Wait until processes have finished their step and saved a checkpoint. With ``tell``, interrupt them first. Without it,
-    the terminal has already interrupted them.
+    """Wait until processes have finished their step and saved a checkpoint. With ``tell``, interrupt them first.
+    Without ``tell``, the terminal has already interrupted the processes.
     """
     if tell:
         process.send_signal(signal.SIGINT)

@@ -236,7 +236,9 @@ def _put(cls: type, name: str, value: object, target: str, kwargs: dict[str, Any
 
 
 def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
-    """Return a copy of a config with further options. Its constructor runs again, so that derived fields are computed again."""
+    """Return a copy of a config with further options. The config's constructor runs again, so that derived fields are
+    computed again.
+    """
     if config is None or isinstance(config, str):
         return kind(*([] if config is None else [config]), **options)
     # The config is a transformers.TrainingArguments. Its defaults may be replaced by those of the trainer's config.

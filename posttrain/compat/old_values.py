@@ -14,7 +14,7 @@ def converted(cls: type, given: Mapping[str, Any]) -> dict[str, Any] | None:
     """Replace values of older releases in the options of a config, also inside lists. Return None if there are none.
 
     Raises:
-        ConfigError: A value has no equivalent. The message names what to use instead.
+        ConfigError: A value has no equivalent. The message contains the replacement.
     """
     new = dict(given)
     for name in values().keys() & given.keys():

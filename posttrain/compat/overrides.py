@@ -111,15 +111,17 @@ def _defined(kind: type) -> Iterator[str]:
 
 
 def refuse(trainer: Any) -> None:
-    """Raise an error for overridden methods that are never called. If steps need padded dicts, log that this is slower.
+    """Raise an error for overridden methods that are never called. If a user's method needs padded dicts, log that
+    training is slower.
 
     Args:
         trainer: Trainer of a user's class, before its model is loaded.
 
     Raises:
-        ConfigError: The class overrides a TRL method that is never called here, or a method in `UNCALLED`. Or it
-            overrides `_get_num_items_in_batch`, although the loss is not divided by it. Or its `get_batch_samples` has
-            TRL's arguments. The message contains the method, its class and the hook to use instead.
+        ConfigError: The class overrides a TRL method that is never called here, or a method in `UNCALLED`. The error is
+            also raised if it overrides `_get_num_items_in_batch` although the loss is not divided by that number, or if
+            its `get_batch_samples` has TRL's arguments. The message contains the method, its class and the hook to use
+            instead.
     """
     kind = type(trainer)
     rows = {name: hook for name in _defined(kind) if (hook := hook_for(kind, name))}
@@ -133,8 +135,8 @@ def refuse(trainer: Any) -> None:
             )
     if (owner := user_override(kind, "_get_num_items_in_batch")) and not trainer.method.traits.takes_loss_func:
         raise ConfigError(
-            f"{owner.__name__} overrides _get_num_items_in_batch, but this loss is not a sum over label tokens divided by that "
-            "number. Fix: scale the result of super().compute_loss(...), or override counts(batches) of a Method."
+            f"{owner.__name__} overrides _get_num_items_in_batch, but this loss is not a sum over label tokens divided by "
+            "its result. Fix: scale the result of super().compute_loss(...), or override counts(batches) of a Method."
         )
     owner = user_override(kind, "get_batch_samples")
     given = inspect.getfullargspec(owner.get_batch_samples) if owner else None

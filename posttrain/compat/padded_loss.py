@@ -39,9 +39,9 @@ else:
 
 
 class PaddedInputs(dict):
-    """A batch as TRL's dict of padded tensors. It also contains the original `Batch`.
+    """A batch as TRL's dict of padded tensors. The dict also contains the original `Batch`.
 
-    Attributes of the original batch can be read too (``inputs.loss_mask``), so that code for both forms works.
+    Attributes of the original batch can be read too (``inputs.loss_mask``), so that code for either form works.
 
     Attributes:
         batch: The batch, with one sequence per row.
@@ -69,12 +69,12 @@ class PaddedInputs(dict):
 
 
 class PaddedOutputs:
-    """Result of ``super().compute_loss(..., return_outputs=True)``: the model outputs of this library, in addition with
-    ``logits`` and ``loss`` as in TRL.
+    """Result of ``super().compute_loss(..., return_outputs=True)``: the model outputs of this library, with the
+    additional fields ``logits`` and ``loss`` as in TRL.
 
     Attributes:
         loss: The loss that ``compute_loss`` returned.
-        outputs: Model outputs of this library. Their fields can also be read from this object.
+        outputs: Model outputs of this library. The fields of these outputs can also be read from this object.
     """
 
     def __init__(self, loss: Tensor, outputs: ModelOutputs, full: Callable[[], Tensor]) -> None:
@@ -192,7 +192,7 @@ def to_batch(inputs: object) -> Batch:
         )
     batch, back = inputs.batch, torch.argsort(inputs.order)
     if added := [name for name in inputs if name not in inputs.made and "labels" in inputs.made]:
-        raise _not_followed(f"inputs has {added} that were not in it", "model arguments are those of the batch")
+        raise _not_followed(f"inputs has the new keys {added}", "model arguments are those of the batch")
     for name, before in inputs.made.items():
         value = inputs.get(name)
         if name == ITEMS or (value is None and name in batch.columns):
@@ -271,11 +271,11 @@ def _call(method: Callable[..., Any], model: nn.Module, inputs: object, items: o
 
 
 class BeforeUser(Trainer):
-    """Base class that is before the user's class in the MRO. It converts batches to `PaddedInputs`."""
+    """Base class that is before the user's class in the MRO. The class converts batches to `PaddedInputs`."""
 
     @property
     def own_loss(self) -> bool:
-        """Whether the user defines the loss. It is True, so that evaluation uses the user's loss too."""
+        """Whether the user defines the loss. The value is True, so that evaluation uses the user's loss too."""
         return True
 
     def _choose_layout(self, model: nn.Module) -> Any:
@@ -294,7 +294,7 @@ class BeforeUser(Trainer):
         return inputs
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Call the subclass's method. It must call ``super()``, which counts the rows.
+        """Call the subclass's method. The subclass's method must call ``super()``, which counts the rows.
 
         Raises:
             ConfigError: The subclass's method does not call ``super()``.
@@ -315,8 +315,8 @@ class BeforeUser(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the subclass's loss of a batch, scaled so that the losses of several passes can be added. For a dict,
-        return it without scaling.
+        """Return the subclass's loss of a batch, scaled so that the losses of several passes can be added. If the input
+        is a dict, the loss is not scaled.
         """
         if not isinstance(inputs, Batch):
             return _call(super().compute_loss, model, inputs, num_items_in_batch, return_outputs=return_outputs)
@@ -343,7 +343,9 @@ class BeforeUser(Trainer):
 
     @property
     def _passes_of_mean(self) -> float:
-        """Divisor of the loss. It is 1 if the loss is already scaled for the whole step, else the number of micro-batches."""
+        """Divisor of the loss. The divisor is 1 if the loss is already scaled for the whole step, else the number of
+        micro-batches.
+        """
         passes = max(self.denominators.passes / self.denominators.world_size, 1.0)
         if user_override(type(self), "loss_is_scaled_for_ga"):  # This flag belongs to transformers.
             return 1.0 if self.loss_is_scaled_for_ga else passes

@@ -78,7 +78,8 @@ BY_MODULE = {"posttrain.trainer.reward_trainer.DataCollatorForPreference": "Data
 
 
 def public_name(module: str, name: str) -> Any:
-    """Return the object with this name. It was imported through one of TRL's module paths or a path that has moved.
+    """Return the object with this name. The object was imported through one of TRL's module paths or a path that has
+    moved.
 
     Raises:
         AttributeError: ``name`` is a dunder name that Python looks up in every module.
@@ -136,8 +137,8 @@ def missing_of_statement(module: str) -> list[str]:
 
 
 def refuse(module: str, name: str) -> None:
-    """Raise one error for a name that does not exist here. It also covers all other such names in the same import
-    statement.
+    """Raise one error for a name that does not exist here. The error also covers all other such names in the same
+    import statement.
 
     Raises:
         ImportError: Always. The message contains the replacement of each name.

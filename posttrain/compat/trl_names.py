@@ -22,8 +22,8 @@ class TRLName(NamedTuple):
     """A name of TRL.
 
     Attributes:
-        name: Name in TRL. For a method it includes the trainer, ``DPOTrainer.dpo_loss``. An option may have a condition
-            on its value, ``Config.warmup_ratio>=1``.
+        name: Name in TRL. For a method, the name includes the trainer, as in ``DPOTrainer.dpo_loss``. An option may
+            have a condition on its value, as in ``Config.warmup_ratio>=1``.
         kind: ``method`` of a trainer (or a property), ``import`` (a class or function of the package), ``option`` of a config,
             ``argument`` of a trainer, or ``value`` of an option that still exists, ``SFTConfig.packing_strategy='ffd'`` or any
             value of ``CPOConfig.max_completion_length``. ``default``: an option whose default was another value.

@@ -272,7 +272,8 @@ def render_prompt(
         tokenizer: Tokenizer with a chat template.
         prompt: Messages.
         tools: Schemas or functions.
-        answered: Whether the row contains an answer. If it does, the prompt may end with a message of any role.
+        answered: Whether the row contains an answer. If the row has an answer, the prompt may end with a message of any
+            role.
         template_kwargs: Passed to the template.
 
     Raises:
@@ -311,8 +312,8 @@ def apply_chat_template(
 ) -> dict[str, Any]:
     """Render a conversational row as text. The column ``messages`` is renamed to ``text``. All other columns keep their names.
 
-    Prompt and answers are split at the end of the longest common prefix of their renderings. Therefore ``prompt + answer`` always
-    equals the rendering of the whole conversation.
+    Prompt and answers are split at the end of the longest common prefix of their renderings. ``prompt + answer``
+    therefore always equals the rendering of the whole conversation.
 
     Args:
         example: Row with ``messages``; ``prompt``; ``prompt`` with ``completion`` (and ``label``); ``prompt`` with ``chosen``
@@ -428,8 +429,8 @@ def _turn_end(tokenizer: Tokenizer, template: str, rendered: Callable[..., str] 
 def terminal_token_ids(tokenizer: Tokenizer, generation_config: Any = None) -> tuple[int, ...]:
     """Return all token ids that end generation: the eos tokens of the tokenizer, the generation config and the chat template.
 
-    The tokenizer's eos token is not enough. For example, Gemma ends a turn with ``<end_of_turn>`` and Phi with ``<|end|>``. A
-    trainer that checks only the tokenizer's eos token counts nearly every completion as truncated.
+    The tokenizer's eos token alone is not enough. For example, Gemma ends a turn with ``<end_of_turn>`` and Phi with
+    ``<|end|>``. A trainer that checks only the tokenizer's eos token counts nearly every completion as truncated.
     """
     ids = set()
     if tokenizer.eos_token_id is not None:
@@ -522,7 +523,7 @@ def encode(
     """Tokenize a batch of texts.
 
     Args:
-        tokenizer: Tokenizer. Its warning about texts longer than ``model_max_length`` is disabled.
+        tokenizer: Tokenizer. The tokenizer's warning about texts longer than ``model_max_length`` is disabled.
         texts: Texts to encode.
         special: Whether the tokenizer adds its special tokens.
         where: Function that returns a name for the text at an index of ``texts``, for error messages.
@@ -575,7 +576,9 @@ def encode_rows(
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
-    """Remove one bos token if ids begin with two. This happens if the text itself begins with the bos token."""
+    """Remove one bos token if ids begin with two. Ids begin with two bos tokens if the text itself begins with the bos
+    token.
+    """
     return ids[1:] if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos else ids
 
 
@@ -647,8 +650,9 @@ def tokenize_prompts(
 ) -> list[list[int]]:
     """Tokenize a batch of prompts for generation. Consecutive equal prompts are tokenized once.
 
-    Conversational prompts end with the generation prompt, or with an assistant message that the model continues. Their special
-    tokens come from the chat template. Plain prompts get special tokens from the tokenizer.
+    Conversational prompts end with the generation prompt, or with an assistant message that the model continues. The
+    special tokens of conversational prompts come from the chat template. Plain prompts get special tokens from the
+    tokenizer.
     """
     chat = is_messages(rows[0]["prompt"])
     alike = [list(group) for _, group in groupby(rows, key=lambda row: [row.get(name) for name in RENDERED])]
@@ -664,8 +668,8 @@ def cut_prompt(ids: list[int], most: int | None) -> list[int]:
     """Truncate a prompt from the left to ``most`` tokens.
 
     Raises:
-        DataError: The prompt contains images and is longer than ``most``. It is not truncated, because truncation could split
-            an image.
+        DataError: The prompt contains images and is longer than ``most``. A prompt with images is not truncated,
+            because truncation could split an image.
     """
     if most is None or len(ids) <= most:
         return ids

@@ -27,7 +27,7 @@ FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Arrangement of sequences in a batch. It depends on the model and the attention backend.
+    """Arrangement of sequences in a batch. The layout depends on the model and the attention backend.
 
     Attributes:
         kind: ``tree``: common prefixes are computed once, and several prefix trees are packed into a batch row. ``padded``:
@@ -35,16 +35,16 @@ class Layout:
             cannot separate several sequences in a row.
         dense_mask: Whether attention over prefix trees uses a dense mask instead of segments (see
             `posttrain.models.tree_attention`). Time and memory of a dense mask grow with the square of the row length.
-        row_tokens: Maximum number of tokens of a packed batch row, and of a prefix tree that joins several dataset rows. It
-            should be small with a dense mask.
+        row_tokens: Maximum number of tokens of a packed batch row, and of a prefix tree that joins several dataset
+            rows. With a dense mask, this number should be small.
         pass_tokens: Maximum number of tokens of a forward pass with a dense mask. Batch rows of similar length are stacked into
             one pass, because every pass has a fixed cost (reading weights, accumulating gradients). At most 5 % of the tokens
             of a pass are padding.
         max_tree_tokens: Maximum number of tokens of a prefix tree. If the sequences of a dataset row need more tokens, they are
             distributed to several trees, each with a copy of the prompt. Without a dense mask, trees longer than ``row_tokens``
             are also split if the copies add few tokens (see `posttrain.data.trie.REPEATED_MOST`).
-        joins_rows: Whether dataset rows with a common prefix are joined into one tree. It must be False for models with
-            bidirectional attention in prompts or over all images of a row.
+        joins_rows: Whether dataset rows with a common prefix are joined into one tree. ``joins_rows`` must be False for
+            models with bidirectional attention in prompts or over all images of a row.
         pad_to_multiple_of: The length T of batch rows is rounded up to a multiple of this number.
         rope_switch: Sequence length above which a model with longrope uses different rotary frequencies. All sequences of a
             forward pass use the same frequencies, so shorter and longer sequences are computed in separate passes. None: the
@@ -64,8 +64,8 @@ class Layout:
     rope_end: int | None = None
 
     def adjusted(self, row_tokens: int | None, pad_to_multiple_of: int | None = None) -> Layout:
-        """Return a copy of the layout with other settings. For None, the setting is not changed. If ``row_tokens`` of the
-        layout is 1, it is never changed.
+        """Return a copy of the layout with other settings. A setting that is None is not changed. If ``row_tokens`` of
+        the layout is 1, it keeps this value.
 
         With a dense mask, ``pass_tokens`` is also reduced to ``row_tokens``, but not below 512.
         """
@@ -542,8 +542,8 @@ def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool 
     """Split a batch into two smaller batches with the same completions. Return it unchanged if it cannot be split.
 
     The trees are distributed to two batches of about equal size. If there is only one tree, its completions are distributed to
-    two trees, each with a copy of the prompt. This is not possible if the loss compares the completions (``whole_rows``) or if
-    prompt tokens have a loss.
+    two trees, each with a copy of the prompt. A single tree cannot be split if the loss compares the completions
+    (``whole_rows``) or if prompt tokens have a loss.
 
     Args:
         batch: Batch on any device. The returned batches are on the CPU.
@@ -633,8 +633,9 @@ def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: 
     """Replace the tokens of examples with the tokens of a batch that a custom data collator has returned.
 
     Args:
-        batch: Batch as in `unbatched`. It contains the first answers of all examples, then the second answers, and so on.
-            ``completion_mask (B, L)`` marks the answers. Columns of shape ``(len(examples),)`` replace the examples' values.
+        batch: Batch as in `unbatched`. The batch contains the first answers of all examples, then the second answers,
+            and so on. ``completion_mask (B, L)`` marks the answers. Columns of shape ``(len(examples),)`` replace the
+            examples' values.
         examples: Examples that were passed to the collator.
         branches: Names of the answers, in order.
 

@@ -515,7 +515,7 @@ def _check_stream(reasons: Iterable[str], name: str, hint: str) -> None:
     """Raise an error if all of the first rows of a stream are dropped. Training would otherwise end without any step.
 
     Args:
-        reasons: For each row, the reason for dropping it, or "". Values after the first "" are not read.
+        reasons: For each row, the reason for dropping it, or "". Reading stops at the first "".
         name: Name of the dataset in messages.
         hint: Advice for the user at the end of the error.
 
@@ -600,9 +600,10 @@ def tokenized(
     Args:
         dataset: ``Dataset`` or ``IterableDataset``.
         name: Name of the dataset in messages.
-        function: Function ``f(batch, indices, **arguments)`` that tokenizes a batch. It returns columns of ids, a column
-            ``_reason`` (the reason for dropping a row, or ``""``), and the columns named in ``counters`` and ``notes``.
-        arguments: Arguments of the function. They are part of the cache fingerprint.
+        function: Function ``f(batch, indices, **arguments)`` that tokenizes a batch. The function returns columns of
+            ids, a column ``_reason`` (the reason for dropping a row, or ``""``), and the columns named in ``counters``
+            and ``notes``.
+        arguments: Arguments of the function. The arguments are part of the cache fingerprint.
         drop: Columns of the dataset to remove.
         counters: Names of integer columns. If a field of the report has the same name, the column is summed into this field.
         notes: Names of additional columns that messages use, for example with an excerpt of the text.

@@ -129,8 +129,8 @@ def _dates_as_text(*, streaming: bool) -> Iterator[None]:
 
 
 def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.Features | None:
-    """Return the features with text instead of timestamps. Return None if the rows have no timestamps. Rows that another
-    program has cached can have them.
+    """Return the features with text instead of timestamps. Return None if the rows have no timestamps. Rows that
+    another program has cached can have timestamps.
     """
     part = next(iter(loaded.values())) if isinstance(loaded, dict) else loaded
     if part.info.builder_name != "json" or "timestamp" not in str(part.features):
@@ -423,8 +423,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
         A ``DatasetDict`` (an ``IterableDatasetDict`` when streaming) with ``train`` and, if requested, ``test``.
 
     Raises:
-        ConfigError: The mixture is empty. Or fractions are negative, all zero, or not set for all datasets. Or fractions or a
-            test split are used with streaming.
+        ConfigError: The mixture is empty. The error is also raised if fractions are negative, all zero, or not set for
+            all datasets, and if fractions or a test split are used with streaming.
         DataError: A dataset cannot be loaded, datasets have different columns, or a split has no rows.
     """
     members, streaming = mixture_config.datasets, mixture_config.streaming

@@ -212,7 +212,7 @@ PEEK = 1000  # Number of rows that are read to estimate the mean number of token
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Options of packing. They are sent to worker processes and are part of the cache fingerprint."""
+    """Options of packing. The options are sent to worker processes and are part of the cache fingerprint."""
 
     size: int
     strategy: str
@@ -397,7 +397,7 @@ def _pack(dataset: AnyDataset, plan: _Plan, map_kwargs: dict[str, Any], name: st
 
 
 def _window(dataset: AnyDataset, size: int) -> int:
-    """Return the number of rows per window. It is limited so that a window fits into memory."""
+    """Return the number of rows per window. The number is limited so that a window fits into memory."""
     if isinstance(dataset, datasets.Dataset):
         count = len(dataset)
         peek = dataset.with_format("arrow").select(np.linspace(0, count - 1, min(PEEK, count)).astype(int))

@@ -402,7 +402,7 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
 def unpair_preference_dataset(dataset: AnyDataset, *, interleave: bool = True, **map_kwargs: Any) -> Any:
     """Convert pairs to single answers with a ``label``: True for chosen answers, False for rejected answers.
 
-    This is only correct if every chosen answer is good by itself and every rejected answer is bad by itself.
+    The conversion is only correct if every chosen answer is good by itself and every rejected answer is bad by itself.
 
     Args:
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent, with columns ``chosen`` and ``rejected``.

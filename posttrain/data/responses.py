@@ -23,7 +23,9 @@ class Bare(str):
 
 
 def _think(text: str, opened: bool) -> tuple[str, str]:
-    """Split text into reasoning and answer. ``opened`` means that the prompt opened the block. An open block is all reasoning."""
+    """Split text into reasoning and answer. ``opened`` means that the prompt opened the block. If the block is never
+    closed, the whole text is reasoning.
+    """
     head, tag, rest = text.partition("<think>")
     if tag and not head.strip():
         opened, text = True, rest
@@ -201,7 +203,7 @@ DEEPSEEK = re.compile(
 
 
 def _fenced_calls(body: str) -> list[dict[str, Any]]:
-    """Parse consecutive tool calls. Each is a name followed by JSON in a code fence."""
+    """Parse consecutive tool calls. Each call is a name followed by JSON in a code fence."""
     calls, at = [], 0
     while match := DEEPSEEK.match(body, at):
         calls.append(tool_call(match[1], _json_object(match[2])))

@@ -34,7 +34,7 @@ def _check_counts(**counts: int) -> None:
 
 
 class RepeatSampler(Sampler[int]):
-    """Sampler that splits a permutation into chunks. It repeats each chunk, and each index inside a chunk.
+    """Sampler that splits a permutation into chunks. The sampler repeats each chunk, and each index inside a chunk.
 
     An incomplete last chunk is dropped. All permutations come from one seeded generator, so that a resumed run continues with the
     same order as an uninterrupted run.
@@ -304,7 +304,8 @@ Origin = tuple[int, int]  # A position in a `PromptStream`: epoch, and index wit
 
 
 class PromptStream:
-    """Endless stream of prompts. Its order is the same on every rank, and its position is saved in checkpoints.
+    """Endless stream of prompts. The stream's order is the same on every rank, and its position is saved in
+    checkpoints.
 
     Args:
         dataset: Map-style dataset or stream.

@@ -80,7 +80,8 @@ class SupervisedOptions:
         max_length: Maximum number of tokens per row. None does not truncate.
         truncation_mode: ``keep_start`` or ``keep_end``.
         packing: Strategy of `pack_dataset`, or None.
-        chat_template: Template for tokenizing. It renders the same text as the tokenizer's template, and marks assistant turns.
+        chat_template: Template for tokenizing. The template renders the same text as the tokenizer's template, and
+            marks assistant turns.
         allow_untrained_stop: Whether it is allowed that ``assistant_only_loss`` trains no end-of-turn token.
     """
 
@@ -95,7 +96,7 @@ class SupervisedOptions:
 
     @property
     def cut(self) -> int | None:
-        """Number of tokens to which rows are truncated. None if the packing strategy splits long rows."""
+        """Number of tokens to which rows are truncated. The result is None if the packing strategy splits long rows."""
         return None if self.packing in ("bfd_split", "wrapped") else self.max_length
 
 
@@ -301,7 +302,7 @@ def prepare_sft_dataset(
 
     Args:
         dataset: ``Dataset`` or ``IterableDataset``. A packed dataset is returned unchanged.
-        tokenizer: Tokenizer. It needs a chat template if rows are conversational.
+        tokenizer: Tokenizer. The tokenizer needs a chat template if rows are conversational.
         options: Options for tokenizing.
         name: Name of the dataset in messages.
         formatting_func: Function that converts a row to a text. All columns of the row are dropped. Functions that expect
@@ -380,7 +381,8 @@ def _split(kept: Any, size: int, report: PreparationReport, extra: dict[str, Any
 
 
 def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
-    """Check rows that skipped preparation. Without this check, they could train every token, or no token, unnoticed.
+    """Check rows that skipped preparation. Without this check, such rows could train every token, or no token,
+    unnoticed.
 
     Args:
         dataset: Dataset with ids and labels.

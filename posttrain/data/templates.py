@@ -52,7 +52,7 @@ class Probe:
         kwargs: Additional arguments of the template.
         shown: Words that the rendering must contain. If a template omits them, this probe is skipped for the template.
         history: Whether an assistant turn precedes the last assistant turn.
-        required: Whether a template that rejects this probe belongs to no family.
+        required: Whether a template must accept this probe to belong to a family.
     """
 
     name: str
@@ -311,7 +311,7 @@ def is_chat_template_stop_token_trained(processing_class: Tokenizer, chat_templa
 
     Args:
         processing_class: Tokenizer or processor. Templates are not tested with images.
-        chat_template: Template to check. None checks the tokenizer's template.
+        chat_template: Template to check. If None, the tokenizer's template is checked.
     """
     tokenizer = with_template(processing_class, chat_template or template_text(processing_class))
     trained = _trained(tokenizer, TWO_TURNS[:3])
@@ -505,7 +505,8 @@ def check_template(
     Args:
         processing_class: Tokenizer or processor.
         rows: Dataset rows with ``messages``, or ``prompt`` with ``completion`` or ``chosen``. Other rows are skipped.
-        assistant_only: Whether only assistant turns are trained. Problems with markers are then fatal.
+        assistant_only: Whether only assistant turns are trained. If only assistant turns are trained, problems with
+            markers are fatal.
         turns: Whether to check where turns begin and end. If False, only omitted content and the bos token are checked.
         limit: Maximum number of rows to check.
 

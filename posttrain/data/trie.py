@@ -61,7 +61,8 @@ class Node:
         children: Nodes that continue this node. If a prompt split a completion, the rest of the completion is the first child,
             so that the tokens of the completion are adjacent.
         empty: Completions without tokens whose prompt ends in this node.
-        trained: Whether this is a prompt that is trained. It is trained once, together with the row's first completion.
+        trained: Whether the node belongs to a prompt that is trained. The prompt is trained once, together with
+            the row's first completion.
     """
 
     ids: list[int]

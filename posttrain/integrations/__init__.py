@@ -41,8 +41,8 @@ def is_available(name: str) -> bool:
 
 
 def require(name: str, purpose: str) -> ModuleType:
-    """Import an optional package. If it is not installed, raise an error with its purpose and the command to install
-    it.
+    """Import an optional package. If the package is not installed, raise an error with its purpose and the command to
+    install it.
 
     Args:
         name: Import name of the package or of a submodule.

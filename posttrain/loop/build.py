@@ -82,7 +82,7 @@ def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = 
 
 
 def as_yielded(run: Run, batches: Sequence[Batch], index: int = 0) -> list[Batch]:
-    """Return batches in the form in which the data loader yields them, for methods whose collator creates the
+    """Return the batches of a data loader item as a list. This function is used if the collator already creates the
     batches.
     """
     return list(batches)
@@ -92,7 +92,7 @@ def as_config(config: type, args: PostTrainingConfig | str | None) -> Any:
     """Return the config of a trainer, created from a `transformers.TrainingArguments` or a folder if needed.
 
     Raises:
-        ArgumentTypeError: ``args`` is something else, or the config of another trainer.
+        ArgumentTypeError: ``args`` has an unsupported type, or is the config of another trainer.
     """
     if args is None or isinstance(args, config):
         return args
@@ -278,12 +278,12 @@ def build(
         model: Result of `load_model`, on its device. None: it is loaded here.
         accelerator: Accelerator of the run. None: a new one with the precision of the config.
         progress: Object that stores the progress. None: a new run.
-        layout: Chooses the row layout. None: `choose_layout`.
+        layout: Function that chooses the row layout of a model. None: `choose_layout`.
         sampling: Whether to create an engine and a sampler for a method that samples. Trainers pass False and create
             their own.
 
     Raises:
-        ConfigError: The method, or an option, needs functions of a trainer.
+        ConfigError: The method or an option works only in a trainer.
     """
     if sampling:
         refuse_without_trainer(planned.spec.method)
@@ -511,7 +511,7 @@ def prepared_model(
         model: The loaded model.
         args: The trainer's config.
         peft_config: Config of a new adapter, or None.
-        added_tokens: Ids of new tokens. Their embeddings are trained in addition to an adapter.
+        added_tokens: Ids of new tokens. The embeddings of new tokens are trained in addition to an adapter.
         generative: Whether it has a language-model head. Otherwise its score head is trained.
     """
     if args.disable_dropout:
@@ -609,7 +609,7 @@ def make_checks(spec: Spec, vision: Vision, tokenizer: Tokenizer) -> Checks:
 
 
 def watchers(checks: Checks, accelerator: Accelerator) -> dict[str, list[Callable[..., bool | None]]]:
-    """Return `Progress.watchers`."""
+    """Return the watchers that run the checks; see `Progress.watchers`."""
     # Gradients of single parameters cannot be checked if they are sharded over ranks.
     sharded = parallel.is_prepared_late(accelerator)
     on_step = [checks.first_batch, checks.empty_steps, checks.economy]
@@ -634,7 +634,9 @@ def is_ours(cls: type) -> bool:
 
 
 def user_override(kind: type, name: str) -> type | None:
-    """Return the user's class that defines ``name`` for a trainer. None if the package's own definition is used."""
+    """Return the user's class that defines ``name`` for a trainer. The result is None if the package's own definition
+    is used.
+    """
     # Skip the adapter classes of compat/, because they do not define methods of the user.
     classes = [cls for cls in kind.__mro__ if not cls.__module__.startswith("posttrain.compat.")]
     owner = next((cls for cls in classes if name in vars(cls)), None)
@@ -642,8 +644,8 @@ def user_override(kind: type, name: str) -> type | None:
 
 
 def adapted(kind: type) -> type:
-    """Return the class to create for ``kind``. If a user's class overrides methods that expect dicts of padded tensors,
-    adapters are added to it.
+    """Return the trainer class to instantiate for ``kind``. If a user's class overrides methods that expect dicts of
+    padded tensors, the result is a subclass of it with adapters.
     """
     if kind.__module__.split(".")[0] == "posttrain" or not any(user_override(kind, name) for name in PADDED_STEPS):
         return kind
@@ -666,7 +668,7 @@ def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
 
 
 def measured(dataset: AnyDataset, args: PostTrainingConfig) -> Any:
-    """Return the dataset with row lengths, if the sampling strategy groups rows by length."""
+    """Add a column of row lengths to the dataset if the sampling strategy groups rows by length."""
     if args.train_sampling_strategy not in ("group_by_length", "batch_rebalance"):
         return dataset
     return with_lengths(dataset, args.length_column_name)

@@ -56,15 +56,15 @@ UNFINISHED = re.compile(r"checkpoint-\d+\.tmp-.+")
 
 
 def staging(folder: Path, step: int, run: str) -> Path:
-    """Return the folder in which the checkpoint of a step is written. Its name does not match the pattern of checkpoint
-    folders.
+    """Return the folder in which the checkpoint of a step is written. The folder's name does not match the pattern of
+    checkpoint folders.
     """
     return folder / f"checkpoint-{step}.tmp-{run}"
 
 
 def publish(part: Path, final: Path, run: str) -> None:
-    """Flush ``part`` to disk and rename it to ``final``. An existing checkpoint of this run is replaced; one of another
-    run is kept under another name.
+    """Flush ``part`` to disk and rename it to ``final``. If ``final`` exists and belongs to this run, it is replaced. A
+    checkpoint of another run is renamed.
 
     Args:
         part: Folder with the written checkpoint, see `staging`.
@@ -108,12 +108,14 @@ def mark(checkpoint: Path, run: str) -> None:
 
 
 def _owner(checkpoint: Path) -> str | None:
-    """Return the id of the run that wrote a checkpoint, even an incomplete one. None if another program wrote it."""
+    """Return the id of the run that wrote a checkpoint, even an incomplete one. Return None if another program wrote
+    it.
+    """
     return (marker(checkpoint) or marker(checkpoint, BEGUN) or {}).get("run")
 
 
 def marker(checkpoint: Path, name: str = MARKER) -> dict[str, Any] | None:
-    """Return the content that `mark` wrote. None for a checkpoint without it."""
+    """Return the content of a checkpoint's marker file, which `mark` wrote. Return None if there is no such file."""
     content = read_json(checkpoint / name)
     return content if "run" in content else None
 
@@ -135,7 +137,7 @@ def last_complete_checkpoint(folder: str | Path) -> Path | None:
 
 
 def _hash(path: Path) -> str:
-    """Return the XXH3 hash of a file (128 bits). It detects corruption, not tampering."""
+    """Return the XXH3 hash of a file (128 bits). The hash detects corruption, not tampering."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while part := file.read(1 << 24):
@@ -184,7 +186,7 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
     if broken and not broken.endswith(MISSING):
         raise CheckpointError(
             f"the checkpoint {str(path)!r} is incomplete: {broken}. {_offer(path.parent, path)} If the file was "
-            f"changed on purpose, remove {MARKER} there."
+            f"changed on purpose, remove {MARKER} from the folder."
         )
     # Continue with a warning, because files may be missing on purpose (e.g. the optimizer state). Code that needs a missing
     # file raises an error.
@@ -192,8 +194,8 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
         logger.warning("%s: %s since it was written.", path, broken)
     if marker(path) is None:
         logger.warning(
-            "%s has no file %s: it was written by another program, or its writing was interrupted. It is used because its "
-            "path was passed.", path, MARKER,
+            "%s has no file %s: the checkpoint was written by another program, or writing was interrupted. It is "
+            "used because its path was passed.", path, MARKER,
         )  # fmt: skip
     return str(resume)
 
@@ -205,13 +207,13 @@ PIECES = ("pytorch_model_fsdp*", "global_step*")
 
 
 def refuse_unreadable(folder: Path, model: nn.Module) -> None:
-    """Raise an error if this run cannot continue from the weights or the state in a folder. Torch would fail with an
-    unclear error, or silently.
+    """Raise an error if this run cannot continue from the weights or the state in a folder. Without this check, torch
+    would raise an unclear error or fail silently.
 
     Raises:
-        CheckpointError: The folder is not a checkpoint, or its weights or state are missing. Or it holds an adapter and
-            the run trains the whole model (or the reverse), a different adapter, or an adapter whose encoder peft does
-            not save.
+        CheckpointError: The folder is not a checkpoint, or its weights or state are missing. The error is also raised
+            if only one of checkpoint and run has an adapter, if the adapters differ, or if peft does not save the
+            adapter's encoder.
     """
     whole, adapter, pieces = (
         any(path for name in kind for path in folder.glob(name)) for kind in (WHOLE, ADAPTERS, PIECES)
@@ -291,8 +293,8 @@ KEPT_SETTINGS = {
 
 
 def settings(args: TrainingArguments, max_steps: int) -> dict[str, object]:
-    """Return the settings that a resumed run should share with its checkpoint. ``max_steps`` is computed from the
-    epochs if these were given.
+    """Return the settings that a resumed run should share with its checkpoint. The argument ``max_steps`` is the
+    resolved number of steps, which may come from the number of epochs.
     """
     values = {name: getattr(args, name, None) for name in (*KEPT_SETTINGS, "optim")} | {"max_steps": max_steps}
     return {name: _written(value) for name, value in values.items()}
@@ -377,8 +379,8 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
 
 
 def rows_fingerprint(dataset: object) -> str | None:
-    """Return the number of rows and a hash of 32 evenly spaced rows, or ``"a stream"``. None for rows that are computed on
-    access.
+    """Return the number of rows and a hash of 32 evenly spaced rows, or ``"a stream"``. The result is None for rows that are
+    computed on access.
     """
     if isinstance(dataset, IterableDataset):
         return "a stream"
@@ -516,8 +518,8 @@ def telling_of_room(folder: Path, size: Callable[[], int]) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"the model could not be written to {str(folder)!r}: {error} ({gib(free_disk(folder))} are free, the model needs "
-            f"about {gib(size())}). The files there are incomplete. Fix: free some space and save again, or resume from the "
-            "last checkpoint."
+            f"about {gib(size())}). The files in this folder are incomplete. Fix: free some space and save again, "
+            "or resume from the last checkpoint."
         ) from error
 
 
@@ -527,8 +529,8 @@ STATE_FILE = "posttrain_state.json"
 class Checkpointer:
     """Writes checkpoints atomically, and removes old ones.
 
-    A checkpoint is written to a temporary folder and then renamed. It is marked as complete after callbacks have added
-    their files. Runs only resume from marked checkpoints.
+    A checkpoint is written to a temporary folder and then renamed. A checkpoint is marked as complete after callbacks
+    have added their files. Runs only resume from marked checkpoints.
 
     Args:
         args: The trainer's config: ``output_dir``, ``save_total_limit``.
@@ -552,7 +554,7 @@ class Checkpointer:
         return self._run or self.lock.run
 
     def resolve(self, resume_from_checkpoint: Any, model: nn.Module) -> str | None:
-        """Return the checkpoint to resume from, equal on all ranks. A resumed run keeps its original run id."""
+        """Return the checkpoint to resume from. All ranks get the same result. A resumed run keeps its original run id."""
         with parallel.failing_together(self.accelerator):
             resume = resolve_resume(resume_from_checkpoint, self.args.output_dir)
             if resume:
@@ -637,7 +639,7 @@ class Checkpointer:
         """Mark the last checkpoint as complete, including the files of callbacks, then remove old ones.
 
         Returns:
-            Its folder. None if no checkpoint was written since the last call.
+            Its folder. The result is None if no checkpoint was written since the last call.
         """
         final, self._unmarked = self._unmarked, None
         if final is None:
@@ -671,12 +673,12 @@ class Checkpointer:
             whole = last_complete_checkpoint(part.parent)
             raise CheckpointError(
                 f"the checkpoint of step {state.global_step} could not be written into {str(part.parent)!r}: {error} "
-                f"({gib(free_disk(part.parent))} are free, a checkpoint needs about {gib(self.size())}). Nothing "
-                "half-written was left; "
+                f"({gib(free_disk(part.parent))} are free, a checkpoint needs about {gib(self.size())}). "
+                "Fix: free some space and "
                 + (
-                    f"the last complete checkpoint is {whole.name}: free some space and resume from it"
+                    f"resume from the last complete checkpoint, {whole.name}"
                     if whole
-                    else "there is none yet"
+                    else "start again, because no complete checkpoint exists"
                 )
                 + ", or set save_total_limit, save_only_model=True, or another output_dir."
             ) from error
@@ -704,13 +706,14 @@ def saved_state(folder: str | None, accelerator: Accelerator) -> dict[str, Any]:
 
 
 class Place:
-    """Position at which a run continues in its rows and its random numbers.
+    """Position in the training rows, and random states, from which a resumed run continues.
 
-    `transformers` counts the rows of a stream from the start of its first pass. It restores random states after the
-    batches of the first step are drawn, and by then an online method has already sampled and scored.
+    `transformers` counts the rows of a stream from the start of its first pass. `transformers` restores random states
+    after the batches of the first step were read. By then, an online method has already sampled and scored completions,
+    so this class restores them earlier.
 
     Attributes:
-        checkpoint: Checkpoint whose random states are still to be restored. None: nothing to restore.
+        checkpoint: Checkpoint whose random states must still be restored. None: they were restored, or the run is new.
         stream: Number of finished passes over the rows, micro-batches drawn in the current pass, and micro-batches of
             the last full pass (0: no pass has ended yet).
     """
@@ -721,8 +724,8 @@ class Place:
         self._iterator: Any = None
 
     def begin(self, start: tuple[int, int], dataset: AnyDataset, *, skips: bool) -> tuple[int, int]:
-        """Return the number of the pass to continue, and how many of its micro-batches to skip (0 if ``skips`` is
-        False). For a stream these are the saved ones, otherwise ``start``.
+        """Return the index of the pass to continue, and the number of its micro-batches to skip. A resumed stream uses
+        the saved position, with nothing skipped if ``skips`` is False. Otherwise, ``start`` is returned.
         """
         if self._saved is None or not isinstance(dataset, IterableDataset):
             return start
@@ -731,7 +734,9 @@ class Place:
         return self.stream[0], self.stream[1]
 
     def draw(self, iterator: Any, count: int, asked: int) -> None:
-        """Count drawn micro-batches. A new iterator begins a new pass, and fewer micro-batches than ``asked`` end it."""
+        """Count the micro-batches that were read. A new iterator begins a new pass. If fewer than ``asked`` were read,
+        the pass has ended.
+        """
         passes, drawn, length = self.stream
         if iterator is not self._iterator:
             passes, drawn = (passes, drawn) if self._iterator is None else (passes + 1, 0)
@@ -740,7 +745,7 @@ class Place:
         self.stream = [passes, drawn, drawn if count < asked else length]
 
     def epoch(self, estimate: float | None) -> float | None:
-        """Return the number of passes over the rows. Before the first pass has ended the length of a stream is unknown,
+        """Return the number of passes over the rows. Before the first pass has ended, the length of a stream is unknown
         and ``estimate`` is returned.
         """
         passes, drawn, length = self.stream
@@ -780,7 +785,7 @@ def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Findi
     others = strangers(folder, run)
     # These folders can be removed: this run holds the lock of the output folder, so no other process writes them.
     for path in leftovers(folder):
-        logger.warning("%s was only partly written by a run that was killed. It is removed.", path)
+        logger.warning("%s was only partly written by a run that was killed. The folder is removed.", path)
         shutil.rmtree(path, ignore_errors=True)
     return check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
 
@@ -830,7 +835,7 @@ def _signals() -> list[signal.Signals]:
 
 
 def _give_back(handlers: Mapping[int, Any]) -> None:
-    """Restore the handlers that `signal.signal` returned. None means that the handler was not set from Python."""
+    """Restore the handlers that `signal.signal` returned. A handler of None was not set from Python."""
     for number, handler in handlers.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 

@@ -123,8 +123,8 @@ class Checks:
     def config(
         self, model: nn.Module, train_dataset: AnyDataset, eval_dataset: EvalSets | None, peft_config: PeftConfig | None
     ) -> Any:
-        """Run the checks of the first moment, before weights are loaded. Return the training set. With
-        ``bad_rows="drop"``, it does not contain bad rows.
+        """Run the checks of the first moment, before weights are loaded. Return the training set, without bad rows if
+        ``bad_rows="drop"``.
         """
         self.knows(model_config=model_config_of(model, self.args), peft_config=peft_config)
         named = {"model_name": model} if isinstance(model, str) else {}

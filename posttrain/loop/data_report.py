@@ -165,8 +165,8 @@ def warnings_are_errors(strict: bool) -> Iterator[None]:
 
 
 class DatasetHead:
-    """Training rows that are checked before training. They are read and tokenized only once, for the checks, for the
-    report and for ``strict_data``.
+    """Training rows that are checked before training. The rows are read and tokenized only once, for the checks, for
+    the report and for ``strict_data``.
 
     Args:
         raw: Training set as it was passed to the trainer.
@@ -528,7 +528,8 @@ def _write_suspects(dataset: datasets.Dataset, scan: PairScan, folder: str | Non
 
 
 def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -> list[Finding]:
-    """Return the finding about rows that cannot be used for training. It is an error, unless the rows were dropped.
+    """Return the finding about rows that cannot be used for training. The finding is an error, unless the rows were
+    dropped.
 
     Args:
         reasons: Maps the number of each row to the reason.
@@ -558,8 +559,8 @@ def doubtful_rows(reasons: Mapping[int, str], total: int) -> list[Finding]:
 def _about(
     code: str, severity: Severity, reasons: Mapping[int, str], total: int, verb: str, why: str, fix: str
 ) -> list[Finding]:
-    """Return a finding about rows. It contains the count of each reason and the first row numbers. The list is empty if
-    there are no such rows.
+    """Return a list with one finding about rows, or an empty list if ``reasons`` is empty. The finding contains the
+    count of each reason and the first row numbers.
     """
     if not reasons:
         return []

@@ -68,9 +68,9 @@ class DryStep:
 def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
     """Choose the batch size if ``per_device_train_batch_size='auto'``, and run a dry step if ``dry_step`` is set.
 
-    On a GPU, a dry step is the default. It takes as long as one training step, and shows before training whether the
-    run would run out of memory. On a CPU, it is off by default: a step is slow, and the operating system kills a
-    process that runs out of memory. During training, `MemoryProfile` logs the memory.
+    On a GPU, a dry step is the default. A dry step takes as long as one training step, and shows before training
+    whether the run would run out of memory. On a CPU, it is off by default: a step is slow, and the operating system
+    kills a process that runs out of memory. During training, `MemoryProfile` logs the memory.
 
     Args:
         run: Run before its first step.
@@ -163,7 +163,7 @@ def _dry_pass(run: Run, batch: Batch) -> None:
 
 @contextmanager
 def _untouched(run: Run) -> Iterator[None]:
-    """Restore all state that a pass changes at the end of the context."""
+    """Restore, at the end of the context, all state that a forward or backward pass changes."""
     model = run.model
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]

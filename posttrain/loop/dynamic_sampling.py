@@ -26,7 +26,7 @@ class DynamicSampler:
     Args:
         rounds: Maximum number of additional sampling rounds for one rollout batch.
         group_size: Number of completions per prompt G.
-        prompts: Source of new prompts. Their order is independent of the order in training.
+        prompts: Source of new prompts. The order of new prompts is independent of the order in training.
         accelerator: Accelerator of the run.
         rewards: Reward functions, of which only `RewardRunner.transformed` is called.
         sample: Function that maps dataset rows, each repeated G times, to completions of this rank and rewards of all
@@ -54,10 +54,10 @@ class DynamicSampler:
 
     def replace(self, batch: RolloutBatch, table: RewardTable) -> tuple[RolloutBatch, RewardTable, dict[str, Metric]]:
         """Replace groups whose rewards are all equal. Each round samples one new prompt for each group that must be
-        replaced. Of the new groups, those whose rewards differ are used.
+        replaced. New groups with unequal rewards replace the old groups.
 
-        All ranks compute the same plan from the rewards of all ranks. They generate the same number of whole groups and
-        call each collective operation equally often.
+        All ranks compute the same plan from the rewards of all ranks. All ranks generate the same number of whole
+        groups and call each collective operation equally often.
 
         Args:
             batch: Completions of this rank.
@@ -109,7 +109,9 @@ class DynamicSampler:
         judged: RewardTable,
         pairs: list[tuple[int, int]],
     ) -> tuple[RolloutBatch, RewardTable]:
-        """Replace group ``a`` with the new group ``b`` for every pair ``(a, b)``. Both groups may be on any rank."""
+        """Replace group ``a`` with the new group ``b`` for every pair ``(a, b)``. The groups ``a`` and ``b`` may be on
+        any rank.
+        """
         if self.accelerator.num_processes > 1 and batch.environments is not None:
             raise ConfigError("dynamic_sampling cannot move environments to another process. Set dynamic_sampling=0.")
         size = self.group_size

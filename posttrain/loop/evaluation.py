@@ -34,8 +34,8 @@ OWN = "own"  # Name of the count by which the loss is divided if the user define
 
 
 def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
-    """Run the model's own forward method on padded rows, and return full logits and labels. It is slow and only used
-    for functions of the user that need logits.
+    """Run the model's own forward method on padded rows, and return full logits and labels. This function is slow and
+    only used for functions of the user that need logits.
 
     Returns:
         The model's output with ``logits (B, T, V)``, and the labels ``(B, T)``, which are -100 for tokens without loss.
@@ -93,7 +93,7 @@ class _Tally:
 
 
 class _Evaluation:
-    """One pass over an evaluation set. It computes the loss (divided by the counts of the whole set), metrics and
+    """One pass over an evaluation set. The pass computes the loss (divided by the counts of the whole set), metrics and
     predictions.
 
     Args:
@@ -165,7 +165,9 @@ class _Evaluation:
         return prediction.predictions, prediction.label_ids, metrics
 
     def _idle(self, batch: Batch) -> None:
-        """Run a forward pass whose result is not used. It keeps ranks synchronized if this rank has no batch left."""
+        """Run a forward pass whose result is not used. The pass keeps ranks synchronized if this rank has no batch
+        left.
+        """
         forward(self.model, batch, self.context.method.traits.needs, chunk_size=self.args.logits_chunk_size)
 
     def _sums(self, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
@@ -337,8 +339,8 @@ def predicted_rows(
     Args:
         model: Model in evaluation mode.
         batches: Batches with one sequence per row.
-        preprocess: The user's ``preprocess_logits_for_metrics``. It may return a tensor or a tuple of tensors whose
-            first dimension is the row.
+        preprocess: The user's ``preprocess_logits_for_metrics``. The function may return a tensor or a tuple of tensors
+            whose first dimension is the row.
     """
     rows: list[tuple[int, Any, np.ndarray]] = []
     for batch in batches:
@@ -424,6 +426,6 @@ def check_best_metric(args: PostTrainingConfig, metrics: Mapping[str, float]) ->
         measured = [key for key in metrics if not key.endswith(("_runtime", "_per_second"))]
         near = difflib.get_close_matches(full, measured, n=5, cutoff=0.3) or sorted(measured)[:5]
         raise ConfigError(
-            f"metric_for_best_model={name!r}: the evaluation has no such metric. The most similar ones are {near}. "
-            "Fix: use a metric of the evaluation, or return this one from compute_metrics."
+            f"metric_for_best_model={name!r}: the evaluation has no such metric. The most similar metrics are {near}. "
+            "Fix: use a metric of the evaluation, or return this metric from compute_metrics."
         )

@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 
 class OnlineTrainer(PostTrainer):
-    """Trainer for methods that generate completions. It adds generation, scoring and a buffer of scored rollouts to
-    `PostTrainer`.
+    """Trainer for methods that generate completions. This class adds generation, scoring and a buffer of scored
+    rollouts to `PostTrainer`.
 
-    `posttrain.loop.rollout` creates rollout batches. A subclass may replace three of its functions: `sample` (dataset
-    rows to completions), `score` (completions to rewards of all ranks) and `advantages` (rewards to advantages). The
-    window stores the rows of a rollout batch until they have been used for training.
+    `posttrain.loop.rollout` creates rollout batches. A subclass may replace three functions of that module: `sample`
+    (dataset rows to completions), `score` (completions to rewards of all ranks) and `advantages` (rewards to
+    advantages). The window stores the rows of a rollout batch until they have been used for training.
 
     The components are `prompt_source` (prompts and their order), `sampler` (rows to completions), `weight_sync` (the
     engine and its weights), `driver` (episodes with tools, environments or a rollout function), `reward_watch` (checks
@@ -187,8 +187,8 @@ class OnlineTrainer(PostTrainer):
 
     @functools.cached_property
     def dynamic_sampler(self) -> DynamicSampler:
-        """Sampler of groups that replace others. It is created when it is first used, because a subclass may select the
-        training prompts before.
+        """Sampler of groups that replace groups with equal rewards. The sampler is created at its first use, after a
+        subclass may have selected the training prompts.
         """
         args = self.args
         return DynamicSampler(
@@ -206,7 +206,7 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def engine(self) -> Any:
-        """Engine that samples completions. It can be replaced by assigning another engine."""
+        """Engine that samples completions. The engine can be replaced by assigning another engine."""
         return self.weight_sync.engine
 
     @engine.setter
@@ -270,7 +270,7 @@ class OnlineTrainer(PostTrainer):
         return describe_schedule(self.args, prompts)
 
     def collator(self) -> Any:
-        """Return a collator that returns dataset rows unchanged. They become batches after their completions have been
+        """Return a collator that returns dataset rows unchanged. Rows become batches after their completions have been
         sampled.
         """
         return list
@@ -327,7 +327,7 @@ class OnlineTrainer(PostTrainer):
         return scoring.logged_rewards(self.run, self.rewards, rollouts, mode)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
-        """Compute advantages; see `Method.advantages`. Of all functions, subclasses replace this one most often.
+        """Compute advantages; see `Method.advantages`. Subclasses override this method more often than any other.
 
         Args:
             rollouts: Completions of this rank, with their ``mode`` and ``group_size``.

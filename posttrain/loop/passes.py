@@ -26,8 +26,8 @@ MOST_HALVINGS = 3
 def divided(run: Run, batches: Sequence[Batch], most_tokens: int) -> list[Batch]:
     """Split batches until each has at most ``most_tokens`` tokens, including padding.
 
-    A batch is not split if the objective compares its rows. It is also not split if its gradient cannot be computed a
-    second time, because there are other processes or because FSDP or DeepSpeed stores the gradients.
+    A batch is not split if the objective compares its rows. A batch is also not split if its gradient cannot be
+    computed a second time, because there are other processes or because FSDP or DeepSpeed stores the gradients.
     """
     traits = run.method.traits
     alone = run.accelerator.num_processes == 1 and not parallel.is_prepared_late(run.accelerator)
@@ -52,7 +52,7 @@ def run_again(
 
     Args:
         run: Run of the trainer.
-        model: Model, wrapped as in the run. Its current gradients are discarded.
+        model: Model, wrapped as in the run. The model's current gradients are discarded.
         micro_batches: Micro-batches of the step, including the one that failed.
         counts: Counts of the whole optimizer step.
         problem: The out-of-memory error.

@@ -96,10 +96,10 @@ MAY_LACK = {
 
 
 class Vision:
-    """Support for images in a trainer. It has the processor and adds images to rows.
+    """Support for images in a trainer. This object has the processor and adds images to rows.
 
     Args:
-        args: The trainer's config. It is a `PictureConfig` if ``takes`` is set.
+        args: The trainer's config. The config is a `PictureConfig` if ``takes`` is set.
         processing_class: Argument of the trainer: a tokenizer, a processor or None.
         model_id: Path or Hub id of the model, from which its processor is loaded.
         sets: Training and evaluation sets as the user passed them.
@@ -193,7 +193,7 @@ class Vision:
             num_proc: Number of processes.
             keep: Columns to keep.
             packs: Whether several rows are later packed, unsplit, into one row of up to ``max_length`` tokens.
-            more: The fields ``branches`` and ``begins`` of `PictureOptions`. Its other fields come from the run.
+            more: Values of the fields ``branches`` and ``begins`` of `PictureOptions`. The run sets all other fields.
 
         Returns:
             The dataset, and a report (with counts for map-style datasets). The dataset has the column ``pictures`` and
@@ -423,8 +423,8 @@ class Vision:
         return {"images/exchanged_reward": mean(totals, ~totals.isnan())}
 
     def prepare(self, model: nn.Module, peft_config: PeftConfig | None) -> Any:
-        """Prepare the model for images. Its forward passes then accept images, parameters that are not trained are
-        frozen, and a new adapter is restricted to the text model.
+        """Prepare the model for images. After this call, forward passes accept images, parameters that are not trained
+        are frozen, and a new adapter is restricted to the text model.
 
         Args:
             model: Loaded model, to which no adapter has been added yet.
@@ -502,7 +502,7 @@ class Vision:
             )
 
     def save(self, folder: str) -> None:
-        """Save the processor in the model's folder. Its tokenizer is saved separately."""
+        """Save the processor in the model's folder. The processor's tokenizer is saved separately."""
         if not self.args.should_save:
             return
         if self.processor is not None:
@@ -519,7 +519,7 @@ def _processor_of(processing_class: Tokenizer, model_id: str, *, images: bool) -
         raise DataError(
             f"rows have images, but processing_class is {type(processing_class).__name__}, which reads only text. The images "
             "are in a column 'images' or 'image', or inside messages. Fix: pass AutoProcessor.from_pretrained(model) as "
-            "processing_class. SFT prepares these rows: also remove data_collator, formatting_func and skip_prepare_dataset."
+            "processing_class. SFT prepares images itself: also remove data_collator, formatting_func and skip_prepare_dataset."
         )
     return load_processor(model_id) if images else None
 

@@ -148,7 +148,7 @@ def _keep(path: Path, values: np.ndarray) -> None:
 
 
 def _cache(run: Run, dataset: datasets.Dataset, reference: Reference | None, columns: Sequence[str]) -> Path:
-    """Return the path of the cache file. Its name is a hash of everything on which the values depend."""
+    """Return the path of the cache file. The file's name is a hash of everything on which the values depend."""
     model = run.model if reference is None or reference.copy is None else reference.copy
     adapter = None if reference is None else ("disabled" if reference.adapter is None else reference.adapter)
     key = {
@@ -221,7 +221,7 @@ def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
 
     Args:
         run: Run of a method that compares the policy with a reference.
-        batch: Batch of one forward pass. If its rows already contain reference sums, these are kept.
+        batch: Batch of one forward pass. Reference sums that its rows already contain are not computed again.
         own: Whether the policy before its first update is the reference if the run has no reference model.
     """
     if "ref_logps" in batch.columns or (run.reference is None and (not own or run.progress.state.global_step)):
@@ -327,7 +327,7 @@ class ReferenceSums(transformers.TrainerCallback):
         self._reference: Reference | None = None
 
     def of(self, reference: Reference) -> ReferenceSums:
-        """Return this cache for a reference model. If it contains sums of another reference, it is cleared first."""
+        """Return this cache for a reference model. A cache with sums of another reference is cleared first."""
         model = reference.policy if reference.copy is None else reference.copy
         about = {"adapter": reference.adapter, "precision": self.run.accelerator.mixed_precision}
         key = fingerprint(weights=hash_frozen(model), options=self.run.method.reference_key(), **about)

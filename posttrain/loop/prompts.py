@@ -189,7 +189,7 @@ class PromptSource:
         return (args.num_generations_eval or args.num_generations) if mode == "eval" else args.num_generations
 
     def repeats(self) -> tuple[int, int]:
-        """Return the number of prompts per generation, and the number of times that the loader yields them. They are
+        """Return the number of prompts per generation, and the number of times that the loader yields them. Prompts are
         yielded once per micro-batch that trains on them.
         """
         args = self.args
@@ -287,9 +287,9 @@ class PromptSource:
     def check_rows(self, dataset: AnyDataset, name: str, limit: int | None) -> None:
         """Raise an error if prompts of a dataset and their completions do not fit into a context of ``limit`` tokens.
 
-        Only prompts that may be too long are tokenized. Their number of bytes is an upper bound on their tokens, and
-        the chat template is assumed to add at most as many tokens as the first prompt has. If rows have images, only
-        the first rows are checked.
+        Only prompts that may be too long are tokenized. A prompt's number of bytes is an upper bound on its number of
+        tokens, and the chat template is assumed to add at most as many tokens as the first prompt has. If rows have
+        images, only the first rows are checked.
         """
         columns = known_columns(dataset)
         if limit is None or not isinstance(dataset, datasets.Dataset) or "prompt" not in columns:
@@ -350,8 +350,8 @@ def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingConfig | None) -> datasets.Dataset:
-    """Return a training set with one empty prompt per group of a generation. It is used if the environment writes the
-    prompts.
+    """Return a training set with one empty prompt per group of a generation. This dataset is used if the environment
+    writes the prompts.
 
     Args:
         pool: Environments. None: no environments were passed.

@@ -37,8 +37,8 @@ EVAL_STRIDE = 32_452_843
 
 @dataclass(frozen=True)
 class Online:
-    """Components that `Run` has only if the run samples completions. They are created at the start of training or of an
-    evaluation.
+    """Components that `Run` has only if the run samples completions. The components are created at the start of
+    training or of an evaluation.
 
     Attributes:
         sync: Pushes weights to the engine, and requests completions from it.
@@ -57,11 +57,12 @@ class Online:
         sample: Function that samples completions of dataset rows; see `Sampler.sample`.
         logps: Function that computes log-probs of completions under older or frozen weights, by name.
         slices: Function that splits completions into the rows of each micro-batch.
-        score: Function with which a subclass replaces `score`. It does not have the first argument of `score`.
+        score: Function with which a subclass replaces `score`. The function does not have the first argument of
+            `score`.
         resample: Function that replaces groups that do not contribute to the loss, and returns metrics. None: no group
             is replaced.
-        advantages: Function with which a subclass replaces `Method.advantages`. It does not have the last argument of
-            that method.
+        advantages: Function with which a subclass replaces `Method.advantages`. The function does not have the last
+            argument of that method.
     """
 
     sync: WeightSync
@@ -129,7 +130,7 @@ def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> Rollout
 
     Args:
         run: Run of a trainer that samples.
-        examples: Dataset rows. Each occurs once per completion. The list may be empty.
+        examples: Dataset rows, each repeated once per completion. The list may be empty.
         mode: ``train`` or ``eval``.
     """
     online = run.online
@@ -223,16 +224,16 @@ def truncation_of(online: Online, sampling: Sampling) -> Truncation:
 
 
 def present_sampling(run: Run, stop_ids: tuple[int, ...]) -> Sampling:
-    """Return the current sampling settings. They are read from the config each time, because users may change it during
-    training.
+    """Return the current sampling settings. The settings are read from the config each time, because users may change
+    it during training.
     """
     sampling = configured_sampling(run.args, stop_token_ids=stop_ids, seed=0)
     return run.vision.sampling(sampling, run.model) if run.vision.images else sampling
 
 
 def settings_of(run: Run, mode: str) -> SampleSettings:
-    """Return the settings of the next rollout batch. Its seed depends on the run's seed, on the rank and on the index
-    of the batch.
+    """Return the settings of the next rollout batch. The seed of the batch depends on the run's seed, on the rank and
+    on the index of the batch.
     """
     online, number = run.online, batch_number(run, mode)
     world, rank = run.accelerator.num_processes, run.accelerator.process_index
@@ -371,7 +372,7 @@ def evaluation_batches(run: Run, examples: list[dict[str, Any]]) -> list[Batch]:
 
 
 def collated(run: Run, rows: list[Row]) -> list[Batch]:
-    """Collate rows into forward passes. There are none if ``rows`` is empty."""
+    """Collate rows into the batches of forward passes. Return an empty list if ``rows`` is empty."""
     return run.collate(rows) if rows else []
 
 

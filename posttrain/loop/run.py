@@ -49,12 +49,12 @@ class Hooks:
         batches: Function of the run, an item of the training loader, and the index of the micro-batch in its optimizer
             step. It returns batches. Methods that sample generate completions in this function.
         eval_batches: Function of the run and an item of the evaluation loader that returns batches.
-        prepare: Function that adds further inputs of the loss to batches, such as log-probs of a reference. Its
-            arguments are the run, items of a loader, their batches, and ``train`` or ``eval``. In training, it is
-            called once per optimizer step with all micro-batches, after their tokens were counted. None: batches are
-            used unchanged.
-        before_split: Function of the run and the micro-batches of the current step. It is called before a pass that
-            does not fit into memory is split.
+        prepare: Function that adds further inputs of the loss to batches, such as log-probs of a reference. The
+            function's arguments are the run, items of a loader, their batches, and ``train`` or ``eval``. In training,
+            it is called once per optimizer step with all micro-batches, after their tokens were counted. None: batches
+            are used unchanged.
+        before_split: Function of the run and the micro-batches of the current step. The function is called before a
+            pass that does not fit into memory is split.
         postprocess_metrics: Function that adds derived metrics to the metrics of a log window.
         predictions: Function of the model and batches that returns one pair (logits, labels) per row.
         own_loss: Whether the user's code defines the loss.
@@ -75,13 +75,13 @@ class Hooks:
 
 @dataclass
 class Progress:
-    """State that changes during a run. Of it, checkpoints store the trainer state, the counters and the method's state.
+    """State that changes during a run. Checkpoints store the trainer state, the counters and the method's state.
 
     Attributes:
         model: The policy.
-        wrapped: The policy with the wrappers of the run, e.g. DDP.
+        wrapped: The policy with wrappers such as DDP.
         state: Steps, epochs and log lines so far.
-        own: State that the method keeps from step to step; see `State.own`.
+        own: State of the method that lasts over several steps; see `State.own`.
         counters: Totals that are logged.
         buffers: Metrics of the current log window, for ``train`` and ``eval``.
         denominators: Counts of the current optimizer step, by which the loss is divided.
@@ -94,10 +94,11 @@ class Progress:
         tokens_seen: Two counts of this rank: tokens of its sequences, and computed tokens including padding.
         bad_steps: Number of consecutive steps whose gradient was not finite.
         shown: Rows of the completions table for the last generation, one per completion of this rank.
-        watchers: Functions that are called at certain moments and observe the run. ``step`` passes the run, batches and
-            counts. ``pass`` passes the batch, loss terms and model outputs. ``gradient`` passes the model and its
-            micro-batches. ``rollout`` passes the run, the completions of this rank, the rewards of all ranks, and
-            advantages. ``log`` passes the log history. A watcher that returns False is removed.
+        watchers: Functions that observe the run, by the moment of their call. ``step`` functions receive the run,
+            batches and counts. ``pass`` functions receive the batch, loss terms and model outputs. ``gradient``
+            functions receive the model and its micro-batches. ``rollout`` functions receive the run, the completions of
+            this rank, the rewards of all ranks, and advantages. ``log`` functions receive the log history. A function
+            that returns False is removed.
         eval_rounds: Number of batches of the current evaluation so far.
     """
 
@@ -208,8 +209,8 @@ class Run:
         """Yield the model without DDP, in eval mode, without gradients and with the run's precision. Each module's mode
         is restored on exit.
 
-        DDP's forward method sometimes broadcasts buffers. Such a collective would block if other ranks do not run the
-        same pass.
+        DDP's forward method sometimes broadcasts buffers. This broadcast would block if other ranks do not run the same
+        pass.
         """
         model = self.progress.wrapped if model is None else model
         model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

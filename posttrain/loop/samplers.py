@@ -174,7 +174,7 @@ class Tools:
 
 
 class Harness:
-    """Completes rows by running the user's agent. Its model calls are recorded as episodes.
+    """Completes rows by running the user's agent. The agent's model calls are recorded as episodes.
 
     Args:
         driver: Driver that runs the episodes of this process.

@@ -124,7 +124,9 @@ def reward_metrics(table: RewardTable, made: Advantages, lengths: Sequence[int])
 
 
 def reward_spread(totals: Tensor) -> Metric:
-    """Compute the standard deviation of the rewards ``(n,)`` that are not missing. It is 0 if there are fewer than two."""
+    """Compute the standard deviation of the rewards ``(n,)`` that are not missing. The result is 0 for fewer than two
+    rewards.
+    """
     scored = totals[~totals.isnan()]
     return mean(float(scored.std()) if scored.numel() > 1 else 0.0, weight=scored.numel())
 
@@ -187,7 +189,8 @@ def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
 def reward_options(
     functions: Any, args: PostTrainingConfig | type[PostTrainingConfig], processing_classes: Any, tokenizer: object
 ) -> dict[str, Any]:
-    """Return the arguments with which a config creates a `RewardRunner`. They are picklable if the functions are.
+    """Return the arguments with which a config creates a `RewardRunner`. The arguments are picklable if the reward
+    functions are.
 
     Args:
         functions: Reward functions that were passed to the trainer.
@@ -214,8 +217,8 @@ def reward_runner(
     Args:
         runner_class: `RewardRunner`, or a subclass of it.
         options: See `reward_options`.
-        pool: Environments. If they have ``get_reward``, they also provide rewards. These calls use the threads and the
-            timeout of tools.
+        pool: Pool of environments. Environments with ``get_reward`` also provide rewards. Calls of ``get_reward`` use
+            the threads and the timeout of tools.
     """
     return runner_class(**options, of_environments=() if pool is None else pool.rewards())
 
@@ -303,7 +306,7 @@ def all_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, *, trainin
 def add_to_record(
     record: RunRecordCallback, run: Run, rollouts: RolloutBatch, rewards: RewardTable, found: Advantages
 ) -> bool:
-    """Add the completions of all ranks to the completions table. It is called for every rollout batch."""
+    """Add the completions of all ranks to the completions table. This method is called for every rollout batch."""
     images, step = run.vision.images and run.args.log_multimodal, run.progress.state.global_step
     run.progress.shown = completion_rows(rollouts.worth(found), rewards, run.tokenizer, step, images=images)
     shares = parallel.gather_objects(run.progress.shown, run.accelerator)

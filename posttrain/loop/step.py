@@ -62,11 +62,11 @@ def count(run: Run, batches: Sequence[Batch], overlong: float = 0.0) -> tuple[De
     Args:
         run: Run of the trainer.
         batches: Batches of all micro-batches of this rank.
-        overlong: Flag of this rank, which is summed over ranks together with the counts.
+        overlong: 1.0 if this rank has a sequence that is too long, else 0.0. It is summed over ranks.
 
     Returns:
-        The denominators of the loss terms, the number of all tokens (including those without loss), and the sum of the
-        flags.
+        The denominators of the loss terms, the number of all tokens (including those without loss), and the sum of
+        ``overlong``.
     """
     named = run.method.counts(batches)
     local = [
@@ -135,9 +135,9 @@ def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: 
     """Return the batch with `Batch.expected_grad`, if the gradient of the loss with respect to the log-probs can be
     computed before the pass, or separately for each token.
 
-    It is computed by calling the objective with the reference's log-probs, or with 0. An objective of a subclass is not
-    called for this, because it may have side effects. `posttrain.models.logprob.token_logprobs` describes how the
-    output layer uses this gradient on a CPU.
+    The gradient is computed by calling the objective with the reference's log-probs, or with 0. An objective of a
+    subclass is not called for this, because it may have side effects. `posttrain.models.logprob.token_logprobs`
+    describes how the output layer uses this gradient on a CPU.
     """
     own = run.hooks.objective or run.loss_function
     if own or batch.input_ids.device.type != "cpu" or not (known := run.method.knows_gradient(batch)):

@@ -42,7 +42,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def resumed_from(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """Return the checkpoint folder from which this run resumed. It is found by comparing the trainer state.
+    """Return the checkpoint folder from which this run resumed. The folder is found by comparing the trainer state.
 
     transformers does not pass the folder to callbacks. The candidates are ``args.resume_from_checkpoint`` and the
     checkpoint of the current step in the output directory. A candidate with another log history belongs to another run

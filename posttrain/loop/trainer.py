@@ -61,7 +61,8 @@ logger = logging.getLogger(__name__)
 
 
 class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
-    """Trainer for all methods. It converts rows to batches, batches to loss terms, and loss terms to one gradient.
+    """Trainer for all methods. The trainer converts rows to batches, batches to loss terms, and loss terms to one
+    gradient.
 
     ``METHOD`` defines the algorithm. Everything else (loading, adapters, gradient accumulation, ranks, metrics,
     checkpoints) is implemented here. A subclass may override the methods that are documented as hooks, such as
@@ -211,7 +212,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self.method.traits.reads_images, False
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Check and tokenize all datasets once. It is called before the model is loaded."""
+        """Check and tokenize all datasets once. This method is called before the model is loaded."""
         prepared = self.prepare(train, "train", training=True)
         return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
 
@@ -470,8 +471,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss of a batch: forward pass, objective and reduction. A subclass may override it. The change
-        then applies to evaluation too.
+        """Compute the loss of a batch: forward pass, objective and reduction. A subclass may override this method,
+        which training and evaluation use.
 
         Args:
             model: Model to run, wrapped as in the run.
@@ -480,8 +481,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             num_items_in_batch: See `Denominators.over`.
 
         Returns:
-            The loss of the pass. It is divided by counts of the whole optimizer step, so that the losses of all passes
-            can be added.
+            The loss of the pass, divided by counts of the whole optimizer step. The losses of all passes can therefore
+            be added.
         """
         run = self.run
         allowed = run.loss_function is not None or run.method.traits.takes_loss_func
@@ -611,7 +612,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self._upload(commit_message, token=token, revision=revision, run_as_future=not blocking)
 
     def _upload(self, message: str | None, folder: str | None = None, **options: Any) -> Any:
-        """Upload ``folder``. If it is None, upload ``output_dir`` without its checkpoints."""
+        """Upload ``folder``. If ``folder`` is None, upload ``output_dir`` without its checkpoints."""
         args, ignored = self.args, ["_*", "checkpoint-*"] if folder is None else []
         options = {"token": args.hub_token, "revision": args.hub_revision, "run_as_future": True} | options
         options |= {"repo_id": self.hub_model_id, "commit_message": message, "ignore_patterns": ignored}
@@ -827,8 +828,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
-        """Compute the loss over the whole set. It is divided by the counts of the set, so that it does not depend on
-        the evaluation batch size.
+        """Compute the loss over the whole set. The loss is divided by the counts of the set, so that it does not depend
+        on the evaluation batch size.
         """
         self.resolve()
         self.callback_handler.eval_dataloader, self.run.progress.eval_rounds = dataloader, 0
@@ -857,8 +858,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return predicted_rows(model, batches, self.preprocess_logits_for_metrics)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return six operations per parameter and token. This is the cost of forward and backward passes in a dense
-        transformer.
+        """Return the number of floating-point operations: six per parameter and token. This is the cost of forward and
+        backward passes in a dense transformer.
         """
         return 6 * sum(p.numel() for p in self.model.parameters()) * sum(batch.num_tokens for batch in inputs)
 

@@ -102,7 +102,7 @@ def engine_of(
 
 
 def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> Any:
-    """Create the engine for ``use_vllm=True``. It runs vLLM in this process, or sends requests to servers."""
+    """Create the engine for ``use_vllm=True``. The engine runs vLLM in this process, or sends requests to servers."""
     check_mergeable(model)
     if args.vllm_mode != "server":
         return plugins.module("extensions.vllm.engine").VLLMEngine.for_training(model, args, accelerator)
@@ -125,11 +125,12 @@ def whole_update(push: Callable[[], None], tries: int) -> None:
 
 
 class WeightSync:
-    """Connects an online trainer with its engine. It pushes changed weights, checks that they arrived, and requests
-    rollouts.
+    """Connects an online trainer with its engine. This object pushes changed weights, checks that they arrived, and
+    requests rollouts.
 
-    If the engine shares the trainer's weights, every rank calls it. If it has a copy of the weights, changed weights
-    are pushed before a call. If only the main process may call it, the requests of all ranks are gathered there.
+    If the engine shares the trainer's weights, every rank calls it. If the engine has a copy of the weights, changed
+    weights are pushed before a call. If only the main process may call it, the requests of all ranks are gathered
+    there.
 
     Args:
         engine: Engine that samples completions.
@@ -159,8 +160,8 @@ class WeightSync:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_engine(self, engine: Any) -> None:
-        """Compare the properties that servers report with the requirements of this run. It is called before the first
-        generation.
+        """Compare the properties that servers report with the requirements of this run. This check runs before the
+        first generation.
 
         Args:
             engine: Engine that sends requests to servers. All processes call this method, but only the main process has
@@ -221,13 +222,15 @@ class WeightSync:
         return parallel.scatter_objects(shares, self.accelerator)
 
     def rest(self) -> None:
-        """Put the engine to sleep, so that it releases its memory for training. It wakes up at the next generation."""
+        """Put the engine to sleep, so that it releases its memory for training. The engine wakes up at the next
+        generation.
+        """
         if self.needs_weight_sync:
             self.engine.sleep()
 
     def forget_push(self) -> None:
-        """Push all weights before the next generation, even if they look unchanged. It is called after all weights were
-        replaced.
+        """Push all weights before the next generation, even if they look unchanged. This method is called after all
+        weights were replaced.
         """
         self._pushed_at = None
 
@@ -254,7 +257,7 @@ class WeightSync:
                 ServerUnreachable,
                 ServerBusy,
             ) as error:
-                logger.warning("%s Its weights are compared after the next push.", error)
+                logger.warning("%s The server is compared with the trainer after the next push.", error)
                 self._pushed_at, self.parity.ended = None, None
 
     def parity_due(self, again: bool = False) -> bool:
@@ -319,8 +322,8 @@ class WeightSync:
         return Weights(model, dtype=can.dtype, checkpoint_names=can.checkpoint_names)
 
     def _check_parity(self) -> None:
-        """Compare the log-probs of fixed sequences between trainer and engine. If they differ, push the weights and
-        compare once more.
+        """Compare the log-probs of fixed sequences between trainer and engine. If the log-probs differ, push the
+        weights and compare once more.
 
         Raises:
             WeightSyncError: The log-probs still differ after the second push.
@@ -379,7 +382,7 @@ class WeightSync:
         none.
 
         Args:
-            engine: Engine on the main process. None on processes without an engine.
+            engine: Engine on the main process. None is passed on processes without an engine.
             version: Version of the weights that were pushed.
         """
         probe = self.probe()

@@ -47,8 +47,8 @@ class AdvantageStats:
     """Advantages of n completions, and the statistics of rewards that were used to compute them.
 
     Attributes:
-        advantages: ``(n,)`` advantages. They are 0 for completions that no reward function has scored.
-        totals: ``(n,)`` weighted sums of rewards. They are NaN for completions that no reward function has scored.
+        advantages: ``(n,)`` advantages. The advantage is 0 for completions that no reward function has scored.
+        totals: ``(n,)`` weighted sums of rewards. The sum is NaN for completions that no reward function has scored.
         group_std: ``(n / G,)`` standard deviation of each group; see `group_spread`.
         zero_std_share: Fraction of groups whose standard deviation is 0 or undefined.
     """
@@ -118,8 +118,8 @@ def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any
 def flat_groups(
     values: Tensor, weights: Tensor, size: int, *, least: float = 0.0, each_function: bool = False
 ) -> Tensor:
-    """Return ``(n / G,)`` bool that is True for groups without a learning signal. Their rewards are (nearly) equal, or fewer
-    than two completions have a reward.
+    """Return ``(n / G,)`` bool that is True for groups without a learning signal. In such a group, the rewards are
+    (nearly) equal, or fewer than two completions have a reward.
 
     Args:
         values: Rewards ``(n, K)`` with consecutive groups. NaN means that the function did not score the completion.
@@ -136,12 +136,12 @@ def flat_groups(
 def group_spread(
     rewards: Tensor, weights: Tensor, group_size: int, *, aggregation: str = "sum_then_normalize"
 ) -> Tensor:
-    """Compute the Bessel-corrected standard deviation of the rewards of each group, ``(n / G,)``. It is NaN for groups with
-    fewer than two scored completions.
+    """Compute the Bessel-corrected standard deviation of the rewards of each group, ``(n / G,)``. The deviation is NaN
+    for groups with fewer than two scored completions.
 
     By default, it is the standard deviation of the total reward. With ``normalize_then_sum``, it is the largest standard
-    deviation of a function with a nonzero weight. There, two functions whose rewards cancel each other in the sum still give a
-    learning signal.
+    deviation of a function with a nonzero weight. Two functions whose rewards cancel each other in the sum then still
+    give a learning signal.
 
     >>> opposed = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> [group_spread(opposed, torch.ones(2), 2, aggregation=how).item() for how in AGGREGATIONS]
@@ -164,10 +164,10 @@ def group_advantages(
 ) -> AdvantageStats:
     """Compute the advantages ``A = (R - mean_g) / (std + 1e-4)``, where R is the total reward and mean_g the mean of its group.
 
-    ``scale_rewards`` selects std: that of the group, that of the batch, or no division. For the population std, the constant is
-    1e-8 instead of 1e-4. ``normalize_then_sum`` (GDPO) normalizes the rewards of each function within the group, computes the
-    weighted sum, and normalizes the sum over the batch. Completions that no function has scored get the advantage 0, and are
-    excluded from every mean and standard deviation.
+    ``scale_rewards`` selects the standard deviation std of the group, of the batch, or no division. For the population
+    std, the constant is 1e-8 instead of 1e-4. ``normalize_then_sum`` (GDPO) normalizes the rewards of each function
+    within the group, computes the weighted sum, and normalizes the sum over the batch. Completions that no function has
+    scored get the advantage 0, and are excluded from every mean and standard deviation.
 
     Args:
         rewards: Rewards ``(n, K)`` over all ranks with consecutive groups. NaN means that the function did not score the

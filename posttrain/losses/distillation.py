@@ -63,8 +63,8 @@ def divergence(log_q: Tensor, log_p: Tensor, *, beta: float) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """Autograd function of the divergence. Its backward pass needs three saved tensors of vocabulary size, and automatic
-    differentiation would need eight.
+    """Autograd function of the divergence. The backward pass needs three saved tensors of vocabulary size, and
+    automatic differentiation would need eight.
     """
 
     @staticmethod
@@ -208,7 +208,8 @@ def prefix_weights(advantages: Tensor, mask: Tensor, sequence: Tensor, *, gamma:
     from ``1 + gamma`` to 1.
 
     Args:
-        advantages: ``(B, T)`` log-prob of each sampled token under the teacher minus that under the student, in nats.
+        advantages: ``(B, T)`` log-prob of each sampled token under the teacher minus its log-prob under the student, in
+            nats.
         mask: ``(B, T)`` bool.
         sequence: ``(B, T)`` int64.
         gamma: At least 0.

@@ -75,8 +75,8 @@ def js_divergence(log_ratio: Tensor) -> Tensor:
 
 
 def alpha_divergence(log_ratio: Tensor, *, alpha: float) -> Tensor:
-    """Compute ``(exp((alpha - 1) L) - 1) / (alpha - 1)``, or ``L`` itself if alpha is 1. It is computed in float32 and cast to
-    the dtype of ``L``.
+    """Compute ``(exp((alpha - 1) L) - 1) / (alpha - 1)``, or ``L`` itself if alpha is 1. The result is computed in
+    float32 and cast to the dtype of ``L``.
 
     Args:
         log_ratio: Any shape and floating dtype.
@@ -131,8 +131,8 @@ def link(log_ratio: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.
 
 
 def mean_logp(logp: Tensor, length: Tensor) -> Tensor:
-    """Compute the mean log-prob (or score) per token, ``log pi / max(n, 1)``, ``(P,)``. For empty completions it is 0
-    instead of NaN.
+    """Compute the mean log-prob (or score) per token, ``log pi / max(n, 1)``, ``(P,)``. For empty completions, the mean
+    is 0 instead of NaN.
     """
     return logp / length.clamp_min(1).to(logp)
 
@@ -173,8 +173,8 @@ def collision_logp(logits: Tensor) -> Tensor:
 
 
 def wpo_weight(logp: Tensor, collision: Tensor, length: Tensor) -> Tensor:
-    """Compute the WPO weight of each completion, ``exp((sum_t l_t - sum_t log sum_v p_v^2) / n)``, ``(S,)``. It has no gradient
-    and no upper limit.
+    """Compute the WPO weight of each completion, ``exp((sum_t l_t - sum_t log sum_v p_v^2) / n)``, ``(S,)``. The weight
+    has no gradient and no upper limit.
 
     The weight of a pair is the product of the weights of its two completions.
 
@@ -202,8 +202,8 @@ def log1mexp(x: Tensor) -> Tensor:
     """Compute ``log(1 - e^x)`` for x < 0, any shape. x is limited to -1e-6. Above this limit, the gradient is 0.
 
     Two formulas are combined with torch.where, which also computes the gradient of the formula that is not selected. In half
-    precision, the formula for small probabilities has an infinite slope near x = 0, and 0 times infinity is NaN. There, this
-    formula is therefore computed for another x.
+    precision, the formula for small probabilities has an infinite slope near x = 0, and 0 times infinity is NaN. This
+    formula is therefore computed for another x there.
 
     Reference: Mächler 2012, "Accurately computing log(1 - exp(-|a|))", equation 7.
     """

@@ -57,8 +57,8 @@ def importance_log_ratio(
 
     Args:
         logp: ``(B, T)`` log-probs under the current policy.
-        old_logp: ``(B, T)`` log-probs under the policy that sampled the tokens. None if the policy has not changed since then.
-            The log-ratio is then 0, and its gradient is that of ``logp``.
+        old_logp: ``(B, T)`` log-probs under the policy that sampled the tokens. ``old_logp`` is None if the policy has
+            not changed since then. The log-ratio is then 0, and its gradient is that of ``logp``.
         mask: ``(B, T)`` bool, loss tokens.
         sequence: ``(B, T)`` sequence index.
         num_sequences: S.
@@ -109,7 +109,7 @@ def rollout_correction(
     The weight is ``r = exp(d)`` with ``d = logp - rollout_logp`` on loss tokens. d is computed per token (``token_*``), summed
     over the sequence (``sequence_*``), or averaged over the sequence (``geometric``). The modes ``*_truncate`` then clamp r to
     the bounds. All other modes set r to 0 if it is outside the bounds. Tokens for which the engine has returned no log-prob
-    (NaN) get the weight 0. In the sum or mean of their sequence, their d is 0.
+    (NaN) get the weight 0. Tokens without log-prob contribute d = 0 to the sum or mean of their sequence.
 
     Reference: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS, MIS).
     """
@@ -175,8 +175,8 @@ def off_policy_mask(
     *,
     threshold: float,
 ) -> Tensor:
-    """Return ``(S,)`` bool that is False for sequences to exclude: those with a negative advantage whose probability has
-    decreased strongly since they were sampled.
+    """Return ``(S,)`` bool that is False for sequences to exclude. A sequence is excluded if its advantage is negative
+    and its probability has decreased strongly since it was sampled.
 
     Sequences with ``A_i >= 0 or mean_t(sampled_logp - logp) <= threshold`` are kept. Tokens without a sampled log-prob (NaN)
     contribute 0 to the mean.
@@ -303,7 +303,7 @@ def token_terms(
         name: Surrogate.
         logp: Log-probs under the current policy.
         advantages: Advantage of each token's completion.
-        old_logp: Log-probs at sampling time. None if the policy has not changed since.
+        old_logp: Log-probs at sampling time. ``old_logp`` is None if the policy has not changed since.
         ref_logp: Log-probs under the reference. None for no KL.
         beta: Coefficient of the KL.
         corrected: Whether the KL is multiplied by the importance ratio.
@@ -364,8 +364,8 @@ def vespo_weight(
     """Compute VESPO's weight of each sequence, ``phi = exp(lam + k log w - lam w)``, ``(S,)``, where w is the importance ratio
     of the sequence. It has no gradient.
 
-    A token with the rollout weight 0 contributes ``log 1e-8`` to ``log w``. This makes the weight of its whole sequence almost
-    0, which is intended.
+    A token with the rollout weight 0 contributes ``log 1e-8`` to ``log w``. The weight of the whole sequence is then
+    almost 0, which is intended.
 
     Args:
         log_ratio: ``(B, T)`` token log-ratios.
@@ -489,8 +489,8 @@ def k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """Compute the KL estimate ``exp(d) - d - 1`` with ``d = ref_logp - logp``. It is unbiased and never negative. It is 0 for
-    equal log-probs.
+    """Compute the KL estimate ``exp(d) - d - 1`` with ``d = ref_logp - logp``. The estimate is unbiased and never
+    negative. It is 0 for equal log-probs.
 
     Reference: Schulman 2020, "Approximating KL divergence"; GRPO, arXiv:2402.03300, equation 4.
     """
@@ -499,7 +499,9 @@ def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def kl_penalty(logp: Tensor, ref_logp: Tensor, log_ratio: Tensor | None = None) -> Tensor:
-    """Compute the KL estimate `k3`. If ``log_ratio`` is passed, it is multiplied by the importance ratio ``exp(log_ratio)``."""
+    """Compute the KL estimate `k3`. If ``log_ratio`` is passed, the estimate is multiplied by the importance ratio
+    ``exp(log_ratio)``.
+    """
     kl = k3(logp, ref_logp)
     return kl if log_ratio is None else kl * log_ratio.exp()
 

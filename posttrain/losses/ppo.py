@@ -128,7 +128,8 @@ def moments(values: Tensor, mask: Tensor) -> Moments:
 
 
 def merge_moments(parts: Iterable[Moments]) -> Moments:
-    """Return the `Moments` of all numbers together. The result does not depend on how they are split into ``parts``.
+    """Return the `Moments` of all numbers together. The result does not depend on how the numbers are split into
+    ``parts``.
 
     Reference: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", equation 2.1.
     """

@@ -66,8 +66,8 @@ def _square(x: Tensor) -> Tensor:
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute the loss of DPO, ``-lsig(beta d)``. It increases the score of the chosen completion relative to that of the
-    rejected one.
+    """Compute the loss of DPO, ``-lsig(beta d)``. The loss increases the score of the chosen completion relative to the
+    score of the rejected completion.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -94,7 +94,8 @@ def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def squared_gap(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute ``(d - 1 / (2 beta))^2``, ``(P,)``. It moves the difference d of the scores to the target ``1 / (2 beta)``.
+    """Compute ``(d - 1 / (2 beta))^2``, ``(P,)``. The loss moves the difference d of the scores to the target
+    ``1 / (2 beta)``.
 
     Reference: A general theoretical paradigm (IPO), arXiv:2310.12036, equation 17.
     """
@@ -146,8 +147,8 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
 
 
 def nca_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2``, ``(P,)``. It prevents chosen completions from
-    becoming less likely.
+    """Compute ``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2``, ``(P,)``. The loss prevents chosen
+    completions from becoming less likely.
 
     Reference: Noise contrastive alignment (NCA), arXiv:2402.05369.
     """
@@ -156,8 +157,8 @@ def nca_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute ``[-(1 - eps) lsig(beta d) + eps lsig(-beta d)] / (1 - 2 eps)``. If a fraction eps of the labels is flipped, its
-    expectation is the DPO loss on the correct labels.
+    """Compute ``[-(1 - eps) lsig(beta d) + eps lsig(-beta d)] / (1 - 2 eps)``. If a fraction eps of the labels is
+    flipped, the expectation of this loss is the DPO loss on the correct labels.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -192,8 +193,8 @@ def bco_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def sppo_hard(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2``, ``(P,)``. The target of the chosen log-ratio is ``1 / (2
-    beta)``, and that of the rejected log-ratio is ``-1 / (2 beta)``.
+    """Compute ``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2``, ``(P,)``. The chosen log-ratio has the target
+    ``1 / (2 beta)``, and the rejected log-ratio has the target ``-1 / (2 beta)``.
 
     Reference: Self-play preference optimization (SPPO), arXiv:2405.00675, with hard labels.
     """
@@ -220,7 +221,8 @@ def aot(
     beta: float,
     label_smoothing: float,
 ) -> Tensor:
-    """Compute `smoothed_sigmoid` of sorted differences of log-probs: those of the policy against those of the reference.
+    """Compute `smoothed_sigmoid` of sorted differences of log-probs, with the policy's differences compared to the
+    reference's.
 
     The i-th value of ``u = sort(log pi+ - log pi-)`` should exceed the i-th value of ``v = sort(log rho+ - log rho-)``. The
     distribution of u then dominates that of v (first-order stochastic dominance).
@@ -252,8 +254,8 @@ def aot_unpaired(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float, l
 
 
 def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``. It makes chosen completions more likely and rejected
-    completions less likely.
+    """Compute ``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``. The loss makes chosen completions more likely and
+    rejected completions less likely.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -261,8 +263,8 @@ def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``. It makes both completions less likely, the rejected
-    one more than the chosen one.
+    """Compute ``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``. The loss makes both completions less likely, the
+    rejected one more than the chosen one.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -273,7 +275,8 @@ def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: flo
     """Compute ``(1 - g)(-lsig(a)) + g exp(-a)`` with ``a = beta d`` and ``g = sig(a / tau)``, ``(P,)``.
 
     The second term is computed as ``exp(-a + lsig(a / tau))``, which avoids 0 times infinity for very negative a. The loss is
-    not convex. For tau below 0.102, its slope at a = 0 is positive, so the first optimizer steps decrease d.
+    not convex. For tau below 0.102, the slope of the loss at a = 0 is positive, so the first optimizer steps decrease
+    d.
 
     Reference: Discovering preference optimization algorithms (DiscoPOP), arXiv:2406.08414.
     """
@@ -351,8 +354,8 @@ class Formula:
         scalars: Names of the scalar arguments of the function.
         per_token: Whether scores or log-probs are divided by the number of tokens. beta should then be one or two orders of
             magnitude larger than for sums.
-        kind: What a loss term belongs to. ``pair``: a pair. ``sorted``: a position in the sorted order, so that weights of
-            pairs are not possible. ``likelihood``: a chosen completion.
+        kind: Unit to which a loss term belongs. ``pair``: a pair. ``sorted``: a position in the sorted order, so that
+            weights of pairs are not possible. ``likelihood``: a chosen completion.
         of_margin: Whether the loss is a smooth function of the difference between the two scores, and of nothing else.
     """
 
@@ -426,8 +429,8 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 
 
 def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Compute ``(r+ + r-)^2``, ``(P,)``. It keeps the mean score close to 0. Losses on differences of scores do not determine
-    this mean.
+    """Compute ``(r+ + r-)^2``, ``(P,)``. This term keeps the mean score close to 0. Losses on differences of scores do
+    not determine this mean.
 
     Reference: Helping or herding, arXiv:2312.09244, equation 2.
     """

@@ -33,14 +33,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Counts by which the loss of an optimizer step is divided. They are computed before the first forward pass.
+    """Counts by which the loss of an optimizer step is divided. The counts are computed before the first forward pass.
 
     Attributes:
         tokens: Number of loss tokens over all micro-batches and ranks.
         sequences: Number of sequences over all micro-batches and ranks. The branches of an episode count as one sequence
             (`posttrain.types.Batch.shares`).
         passes: Number of forward passes over all micro-batches and ranks. Only ``local_token`` divides by this number.
-        world_size: Number of ranks. The loss is multiplied by it, because data parallelism averages gradients.
+        world_size: Number of ranks. The loss is multiplied by this number, because data parallelism averages gradients.
         named: Other counts that a method divides by, for example the number of tokens of chosen answers.
     """
 
@@ -171,11 +171,11 @@ def row_terms(
 
 
 def reduce(terms: LossTerms, denominators: Denominators) -> Tensor:
-    """Return the contribution of this forward pass to the loss of the optimizer step, times ``world_size``. The trainer calls
-        ``backward()`` on it.
+    """Return the contribution of this forward pass to the loss of the optimizer step, times ``world_size``. The trainer
+    calls ``backward()`` on the result.
 
-    If there are no loss tokens, the result is 0, but it still depends on the loss terms. Its backward pass then runs the same
-    collective operations as on other ranks.
+    If there are no loss tokens, the result is 0, but it still depends on the loss terms. The backward pass of this
+    result runs the same collective operations as on other ranks.
 
     Raises:
         ConfigError: ``terms.reduction`` is not in `REDUCTIONS`.

@@ -30,8 +30,8 @@ __all__ = [
 
 
 def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Return the sum and the number of log-ratios of mismatched prompts and completions, ``(2,)``. These are added over ranks
-    and passed to `kl_baseline`.
+    """Return the sum and the number of log-ratios of mismatched prompts and completions, ``(2,)``. The totals are added
+    over ranks and passed to `kl_baseline`.
 
     Args:
         log_ratio: ``(S,)`` log-ratio L of another prompt's completion after each prompt.
@@ -46,8 +46,8 @@ def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def kl_baseline(totals: Tensor) -> Tensor:
-    """Compute KTO's baseline ``z0 = max(0, sum L / count)`` from the `kl_totals` of all ranks. It is a scalar without gradient,
-    and 0 if count is 0.
+    """Compute KTO's baseline ``z0 = max(0, sum L / count)`` from the `kl_totals` of all ranks. The baseline is a scalar
+    without gradient. It is 0 if count is 0.
 
     Reference: KTO, arXiv:2402.01306, section 4.
     """

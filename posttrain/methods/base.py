@@ -28,7 +28,8 @@ Config = TypeVar("Config", bound=PostTrainingConfig)
 
 @dataclass(frozen=True)
 class Traits:
-    """Static properties of a training method. The training loop, the checks and the memory estimate read them.
+    """Static properties of a training method. The training loop, the checks and the memory estimate read these
+    properties.
 
     Attributes:
         needs: Names of the `ModelOutputs` fields that the forward pass must produce.
@@ -108,7 +109,7 @@ def sampler_logp(outputs: ModelOutputs, batch: Batch) -> Tensor | None:
     Top-k, top-p and min-p restrict sampling to a set K of tokens, and ``mu`` is normalized over K. The policy's log-probs ``log
     pi(v)`` are normalized over the whole vocabulary. To compare the two, ``pi`` must be normalized over K too: the importance
     ratio is ``pi(v) / (mu(v) pi(K))``, where ``pi(K)`` is the policy's total probability of K. If the batch has ``pi(K)`` of
-    older weights (column ``log_mass``), it is used instead of that of the current weights. If the batch has no sampler
+    older weights (column ``log_mass``), that value is used instead of the current policy's. If the batch has no sampler
     log-probs, the result is None.
     """
     mass = batch.columns.get("log_mass", outputs.log_mass)
@@ -165,9 +166,9 @@ class Method(ABC, Generic[Config]):
         """
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute the advantage of each completion. Only methods that sample completions define it.
+        """Compute the advantage of each completion. Only methods that sample completions define advantages.
 
-        The trainer and asynchronous workers call it.
+        The trainer and asynchronous workers call this method.
 
         Args:
             rollouts: This rank's completions, in groups of ``rollouts.group_size`` consecutive completions.
@@ -226,7 +227,7 @@ class Method(ABC, Generic[Config]):
         """Compute the value of `State.own` for the next optimizer step, and metrics to log.
 
         Args:
-            state: State at the end of the optimizer step. Its ``own`` is still the value that the step used.
+            state: State at the end of the optimizer step. The state's ``own`` is still the value that the step used.
             sums: Sum of `step_sums` over the forward passes of this rank. None: this rank had no forward pass in the step.
         """
         return state.own, {}

@@ -125,10 +125,10 @@ class Delta:
     """State of `BCO` between steps.
 
     Attributes:
-        moments: Running moments of all rewards of the run so far, whose mean is delta. They include the current step unless
-            ``moves_in_pass`` is set.
-        moves_in_pass: Whether the optimizer step has only one forward pass. This pass then has all rewards of the step, so it
-            updates delta itself before it computes the loss.
+        moments: Running moments of all rewards of the run so far, whose mean is delta. The moments include the current
+            step unless ``moves_in_pass`` is set.
+        moves_in_pass: Whether the optimizer step has only one forward pass. A single pass has all rewards of the step,
+            so it updates delta itself before it computes the loss.
     """
 
     moments: Moments = field(default_factory=Moments)
@@ -150,7 +150,7 @@ def reward_sums(rewards: Tensor) -> Tensor:
 
 
 class BCO(AnswerMethod[BCOConfig]):
-    """Binary classifier of good and bad answers. Its threshold delta is the running mean of all rewards so far.
+    """Binary classifier of good and bad answers. The threshold delta is the running mean of all rewards so far.
 
     `State.own` is a `Delta`.
 

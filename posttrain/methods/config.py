@@ -349,7 +349,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
         """Reject an assignment to an unknown attribute if its name resembles an option, because the misspelled option would
         have no effect.
 
-        transformers also sets attributes of its own. Their names resemble no option, so they are accepted.
+        transformers also sets attributes of its own. The names of these attributes resemble no option, so they are
+        accepted.
 
         Raises:
             ConfigError: The name is a misspelled option (the message contains the correct name) or a removed option (the

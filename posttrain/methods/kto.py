@@ -56,8 +56,8 @@ class KTOConfig(PictureConfig, ComparedConfig):
 
     @property
     def least_batch_size(self) -> int:
-        """Minimum value of ``per_device_train_batch_size``. It is 2 for 'kto', whose baseline needs answers to other
-        prompts.
+        """Minimum value of ``per_device_train_batch_size``. The minimum is 2 for 'kto', whose baseline needs answers to
+        other prompts.
         """
         return 2 if self.loss_type == "kto" else 1
 
@@ -65,8 +65,8 @@ class KTOConfig(PictureConfig, ComparedConfig):
 def partners(rows: Sequence[Row]) -> list[int | None]:
     """Return for each row the index of another row with a different prompt, or None.
 
-    The smallest rotation of the batch that works for all rows is used. If there is none, a partner is searched for each
-    row separately.
+    The smallest rotation of the batch that works for all rows is used. If no rotation works for all rows, a partner is
+    searched for each row separately.
     """
     n = len(rows)
     prompts = [tuple(row.prompt_ids) for row in rows]

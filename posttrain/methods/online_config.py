@@ -392,8 +392,8 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
 def reject_reshaped_sampling(cfg: OnlineConfig) -> None:
     """Reject settings for which the importance-sampling correction would be wrong.
 
-    The trainer's log-probs account for top-k, top-p and min-p. They do not account for penalties, structured outputs and logit
-    biases.
+    The trainer's log-probs account for top-k, top-p and min-p. These log-probs do not account for penalties, structured
+    outputs and logit biases.
 
     Raises:
         ConfigError: The correction is combined with a penalty, structured outputs or a logit bias, and ``allow_biased_is`` is
@@ -610,7 +610,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     def check_foreign_logprobs(self) -> None:
         """Reject settings that are invalid if the engine computes other log-probs than the policy.
 
-        This base implementation accepts all settings. It is for losses without an importance-sampling correction.
+        This base implementation accepts all settings. Losses without an importance-sampling correction use it.
         """
 
     def check_vllm_settings(self) -> None:
@@ -703,7 +703,9 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
     @property
     def generations_per_step(self) -> float:
-        """Number of generations per optimizer step. It is below 1 if several optimizer steps use one generation."""
+        """Number of generations per optimizer step. The number is below 1 if several optimizer steps use one
+        generation.
+        """
         return self.gradient_accumulation_steps / ((self.steps_per_generation or 1) * self.num_iterations)
 
     @property

@@ -101,7 +101,8 @@ def reference_free_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, log
 def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tensor, good: Tensor) -> dict[str, Metric]:
     """Compute the mean rewards and log-probs of good and of bad answers.
 
-    They are stored as sums and counts, so that averages over batches weight each batch by its number of good or bad answers.
+    The metrics are stored as sums and counts, so that averages over batches weight each batch by its number of good or
+    bad answers.
     """
     assert out.entropy is not None
     rewards, logp = rewards.detach(), logp.detach()
@@ -411,8 +412,8 @@ class AnswerMethod(Method[Answers]):
     # Against a reference -----------------------------------------------------------------------------------------
 
     def reference_key(self) -> dict[str, Any]:
-        """Return the settings of the method that change the reference's log-probs. They are part of the key of cached
-        log-probs.
+        """Return the settings of the method that change the reference's log-probs. These settings are part of the key
+        of cached log-probs.
         """
         cfg = self.cfg
         kept = {"max_length": cfg.max_length, "truncation_mode": cfg.truncation_mode}
@@ -430,7 +431,9 @@ class AnswerMethod(Method[Answers]):
         return self.sums(batch.ref_logp, batch)
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
-        """Sum log-probs ``(B, T)`` over the tokens of each answer, ``(S,)``. This sum is used for policy and reference."""
+        """Sum log-probs ``(B, T)`` over the tokens of each answer, ``(S,)``. The sums of policy and reference are
+        computed in this way.
+        """
         return sequence_sum(logp.float(), *batch.by_sequence)
 
     def starts_at_ln_2(self) -> bool:

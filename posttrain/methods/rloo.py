@@ -97,8 +97,8 @@ class RLOOConfig(PictureConfig, OnlineConfig):
 def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerms:
     """Compute the clipped loss ``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)`` per sequence.
 
-    The importance ratio ``rho = exp(sum_t (logp - old_logp))`` is that of the whole completion, not a mean over its tokens. Its
-    logarithm is limited to 20. A completion without loss tokens has the ratio 1 and no gradient.
+    The importance ratio ``rho = exp(sum_t (logp - old_logp))`` is the ratio of the whole completion, not a mean over
+    its tokens. The logarithm of rho is limited to 20. A completion without loss tokens has the ratio 1 and no gradient.
 
     Args:
         out: ``logp`` and ``entropy``, ``(B, T)``.

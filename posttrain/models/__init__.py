@@ -7,8 +7,8 @@ import posttrain
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name of ``posttrain``. TRL's package `models` has public helpers, so that imports from it work
-    here too.
+    """Return a public name of ``posttrain``. TRL's package `models` exports helpers, and imports of them from this
+    package work too.
     """
     # If a module of this package has this name, raise an error. The import statement then imports the module.
     if name.startswith("__") or find_spec(f"{__name__}.{name}"):

@@ -13,7 +13,7 @@ OWN_NAMES = {"posttrain_sdpa": "sdpa", "posttrain_eager": "eager"}
 
 
 def config_of(model: object) -> Any:
-    """Return a model's config. Return None for objects without a config (a custom network, a model name)."""
+    """Return a model's config. Return None for an object without a config, such as a custom network or a model name."""
     return getattr(model, "config", None)
 
 

@@ -120,14 +120,14 @@ def has_recurrent_layers(model: Module) -> bool:
 def rope_limits(model: Module) -> tuple[int | None, int | None]:
     """Return the lengths above which the rotary frequencies of a pass depend on its longest sequence.
 
-    Of the types in transformers (``ROPE_INIT_FUNCTIONS``), default, linear, llama3, yarn and proportional have no such
+    The types default, linear, llama3, yarn and proportional of transformers (``ROPE_INIT_FUNCTIONS``) have no such
     limit. With ``longrope``, the whole pass uses other frequencies if its longest sequence exceeds the original
     context. With ``dynamic``, the frequencies depend on the longest sequence so far and stay in use for later passes.
 
     Returns:
-        Two lengths. The first is the maximum length with which ``longrope`` uses the frequencies of the original
-        context. The second is the maximum length with which ``dynamic`` uses the same frequencies in all passes. A
-        length is None if the model has no such limit. Virtual tokens are subtracted.
+        Two lengths. Two lengths, each None if the model has no such limit. Up to the first length, ``longrope`` uses
+        the frequencies of the original context. Up to the second length, ``dynamic`` uses the same frequencies in all
+        passes. Virtual tokens are subtracted.
     """
     text = causal_lm(model).config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -137,15 +137,13 @@ def rope_limits(model: Module) -> tuple[int | None, int | None]:
     ends = [text.max_position_embeddings for rope in kinds if "dynamic" in rope["rope_type"]]
     if len(set(switches)) > 1:
         raise ModelError(
-            f"layers with longrope change their frequencies at different lengths {sorted(set(switches))}, which is not supported."
+            f"layers with longrope change rotary frequencies at several lengths {sorted(set(switches))}, which is not supported."
         )
     return (min(switches) - virtual if switches else None), (min(ends) - virtual if ends else None)
 
 
 def padded_layout(model: Module) -> Layout:
-    """Return the layout in which each row is padded and has one sequence. It is for models that do not support packed
-    prefix trees.
-    """
+    """Return the layout with one padded sequence per row, for models that do not support packed prefix trees."""
     switch, end = rope_limits(model)
     return Layout("padded", row_tokens=4096, rope_switch=switch, rope_end=end)
 
@@ -192,7 +190,7 @@ def _fastest_layout(model: Module, implementation: str, autocast: torch.dtype | 
 
 
 def gpu_tokens(model: Module) -> int:
-    """Return a number of tokens per pass with which a GPU computes longer than the host needs to launch the kernels.
+    """Return the number of tokens per pass above which the GPU's computation takes longer than launching its kernels.
 
     On an H200, a training pass of 1,548 tokens of a 0.5B model took 37 ms of GPU time, and launching its kernels took 150
     ms. The time of kernel launches, weight casts and gradient sums does not depend on the number of tokens.

@@ -38,7 +38,7 @@ class Capped(NamedTuple):
 def capped_attention(q: Tensor, k: Tensor, v: Tensor, rule: Capped) -> tuple[Tensor, Tensor]:
     """Return the output ``(1, heads, n, d)`` and the log-sum-exp ``(1, heads, n)`` of n queries.
 
-    Keys and values have the shape ``(1, KV heads, m, d)``. Several query heads share each of them.
+    Keys and values have the shape ``(1, KV heads, m, d)``. Several query heads share one key-value head.
     """
     wide = _wide(q)
     value = v.to(wide)[:, :, None]

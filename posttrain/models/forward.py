@@ -48,22 +48,23 @@ def forward(
     chunk_size: int | None = None,
     compare: Callable[..., dict[str, Any]] | None = None,
 ) -> ModelOutputs:
-    """Run the model on a batch. Return the requested outputs, which have the shape ``(B, T)``.
+    """Run the model on a batch. Return the requested outputs of shape ``(B, T)``.
 
     Args:
-        model: A language model or classifier with `install_token_head`. It may be wrapped, e.g. in DDP.
+        model: A language model or classifier with `install_token_head`. The model may be wrapped, e.g. in DDP.
         batch: Batch on the model's device.
         needs: Names of the requested outputs: any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``,
             ``mean_logit``, ``collision``, ``values``, ``logits`` and ``aux``. For a classifier, the only name is
             ``scores``, which is the score at the last token of each sequence.
         temperature: Sampling temperature, by which the logits are divided.
-        truncation: Truncation of the sampling distribution. With truncation, ``log_mass`` is the log of the remaining
-            probability.
+        truncation: Truncation of the sampling distribution. With truncation, the output ``log_mass`` is the log of the
+            remaining probability.
         chunk_size: Number of positions per chunk of logits. None: the default of `token_logprobs`.
-        compare: See `TokenHead.compare`. Its result is returned as ``compared``.
+        compare: Function that compares two models; see `TokenHead.compare`. The result of ``compare`` is the output
+            ``compared``.
 
     Returns:
-        The requested outputs. Their shapes are described in `posttrain.types.ModelOutputs`.
+        The requested outputs. The shapes of outputs are described in `posttrain.types.ModelOutputs`.
     """
     install_token_head(model)
     asked = Pass(batch, needs, temperature, truncation, chunk_size, compare is not None)
@@ -87,7 +88,8 @@ def forward(
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Description of a forward pass. It is sent to the processes that compute a batch together; see `forward`.
+    """Description of a forward pass. The description is sent to the processes that compute a batch together; see
+    `forward`.
 
     Attributes:
         compares: Whether the process that owns the batch compares the last hidden states with those of another model.
@@ -115,7 +117,7 @@ def prepared(
     split: TokenSplit | None = None,
     columns: slice | None = None,
 ) -> tuple[TokenHead | ScoreHead, dict[str, Any]]:
-    """Return the head and the model inputs of a pass. Both are for all columns of the batch.
+    """Return the head and the model inputs of a pass. Head and inputs are for all columns of the batch.
 
     Args:
         model: See `forward`.
@@ -183,8 +185,8 @@ def _token_head(asked: Pass, virtual: int) -> TokenHead:
 
 
 def _score_head(batch: Batch, virtual: int) -> ScoreHead:
-    """Return a head for the last token of each sequence. It is found by its position, because pad and eos can be the
-    same id.
+    """Return a head for the last token of each sequence. The token is found by its position, because pad and eos can be
+    the same id.
     """
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
     last = torch.full((batch.num_sequences,), -1, dtype=torch.long, device=rows.device)
@@ -246,7 +248,7 @@ def alone_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def plain_logps(model: nn.Module, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Return the log-probs of all tokens of each sequence except its first token. They are computed by `sequence_logps`."""
+    """Return the log-probs of all tokens of each sequence except its first token, computed by `sequence_logps`."""
     rows = [Row(list(ids[:1]), [list(ids[1:])], [[1] * (len(ids) - 1)]) for ids in sequences]
     with torch.no_grad():
         return [logp.float().cpu().tolist() for logp in sequence_logps(model, rows)]
@@ -261,13 +263,14 @@ def batch_logps(
     chunk_size: int,
     truncation: Truncation = WHOLE,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Compute the log-probs of all completions per token, with the forward pass of training. They are in the order of
-    the collated rows. Also compute the log of the probability that remains after truncation (empty without truncation).
+    """Compute the log-probs of the tokens of all completions, with the forward pass of training. The completions are in
+    the order of the collated rows. Also compute the log of the probability that remains after truncation (empty without
+    truncation).
 
     Args:
         model: Model, wrapped as in the run.
-        batches: Pairs of a batch on the model's device and a flag. If the flag is False, the batch only keeps ranks
-            synchronized, and its results are dropped.
+        batches: Pairs of a batch on the model's device and a flag. Results of batches with the flag False are dropped.
+            Such batches only keep ranks synchronized.
         temperature: Temperature by which the logits are divided.
         chunk_size: Number of tokens per chunk of logits.
         truncation: Truncation of the sampler's distribution.
@@ -311,8 +314,8 @@ def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
 
 
 def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
-    """Return the weight of the load-balancing loss. It is the value of the option if set, else that of the
-    architecture. For a model without a router, it is 0.
+    """Return the weight of the load-balancing loss: the value of the option if it is set, else the architecture's
+    value. For a model without a router, the weight is 0.
 
     Raises:
         ConfigError: A weight is set, but the model has no router.

@@ -35,7 +35,7 @@ LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
 class Float32Linear(nn.Linear):
-    """Linear layer with float32 weights. It disables autocast, so that logits are not rounded to bfloat16."""
+    """Linear layer with float32 weights. The layer disables autocast, so that logits are not rounded to bfloat16."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(..., H)`` of any dtype to float32 ``(..., V)``."""
@@ -91,8 +91,8 @@ SCORE_LAYERS = ("score", "classifier", "classification_head")
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """How an architecture computes logits from ``hidden @ W.T``. For example, Gemma caps them, Cohere multiplies,
-    Granite divides.
+    """How an architecture computes logits from ``hidden @ W.T``. For example, Gemma caps the logits, Cohere multiplies
+    them by a factor, and Granite divides them.
     """
 
     scale: float = 1.0
@@ -111,8 +111,8 @@ class LogitRule:
         return cls(scale, next((cap for cap in caps if cap), None))
 
     def logits(self, product: Tensor) -> Tensor:
-        """Return ``cap(scale * product)`` in float32, with gradients. ``product`` is the result of the output layer, of
-        any shape.
+        """Return ``cap(scale * product)`` in float32, with gradients. ``product`` is the result of the output layer and
+        can have any shape.
         """
         scaled = product.float() * self.scale
         return self.softcap * torch.tanh(scaled / self.softcap) if self.softcap else scaled
@@ -120,8 +120,8 @@ class LogitRule:
 
 @dataclass(slots=True)
 class TokenHead:
-    """Description of the outputs to compute at loss positions. It passes through all wrappers to the patched forward
-    method.
+    """Description of the outputs to compute at loss positions. Wrappers of the model pass this object to the patched
+    forward method.
 
     Attributes:
         rows, columns: ``(N,)`` positions of the hidden states that predict the targets.
@@ -136,13 +136,13 @@ class TokenHead:
             computed.
         values: Function that maps the last hidden states ``(B, T, H)`` to values ``(M,)``. None: no values are
             returned.
-        compare: Function that compares two models without full logits, instead of computing log-probs. Its arguments
-            are hidden states ``(N, H)``, the output layer (None if the states are logits), its `LogitRule`, and this
-            object.
+        compare: Function that compares two models without full logits, instead of computing log-probs. The function's
+            arguments are hidden states ``(N, H)``, the output layer (None if the states are logits), its `LogitRule`,
+            and this object.
         inputs: Function that maps the model without wrappers to additional arguments of its forward method, e.g. image
             features.
-        total: Function that sums a tensor over the processes that share the batch. None: this process has all of its
-            tokens.
+        total: Function that sums a tensor over the processes that share the batch. None: this process has all tokens of
+            the batch.
     """
 
     rows: Tensor
@@ -216,15 +216,17 @@ def unsaved_encoders(model: nn.Module) -> list[str]:
 
 
 def learns_prompts(model: nn.Module) -> bool:
-    """Return whether an active peft wrapper prepends virtual tokens to every row. Such a wrapper accepts only 2-D masks."""
+    """Return whether an active peft wrapper prepends virtual tokens to every row. A wrapper with virtual tokens accepts
+    only 2-D masks.
+    """
     bare = unwrapped(model)
     config = getattr(bare, "active_peft_config", None)
     return config is not None and config.is_prompt_learning and not bare._adapters_disabled
 
 
 def virtual_tokens(model: nn.Module) -> int:
-    """Return the number of columns that prompt tuning prepends. It is 0 for prefix tuning, which stores them in the
-    key-value cache.
+    """Return the number of columns that prompt tuning prepends. For prefix tuning, the number is 0, because the virtual
+    tokens are stored in the key-value cache.
     """
     if not learns_prompts(model):
         return 0
@@ -414,7 +416,7 @@ def score(inner: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def is_one_matrix(layer: nn.Module) -> bool:
-    """Return whether an output layer is a plain linear layer. It must have no adapter, and no hooks except those of
+    """Return whether an output layer is a plain linear layer. A plain layer has no adapter and no hooks except those of
     sharding.
     """
     return type(layer) in (nn.Linear, Float32Linear) and _unhooked(layer)
@@ -506,8 +508,8 @@ def _balance(
 ) -> Tensor:
     """Return the unscaled load-balancing term ``E sum_e f_e P_e`` over the real tokens of all layers.
 
-    ``f_e`` is the number of times that a token is assigned to expert e, on average. ``P_e`` is the mean probability of
-    expert e. With perfect balance, the term equals top-k. If no layer has a router, it is 0.
+    ``f_e`` is the mean number of assignments to expert e per token. ``P_e`` is the mean probability of expert e. With
+    perfect balance, the term equals top-k. If no layer has a router, the term is 0.
 
     Raises:
         ModelError: The installed version of transformers does not return router logits for this model.

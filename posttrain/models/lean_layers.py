@@ -31,8 +31,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _SwiGLUDown(torch.autograd.Function):
-    """Compute ``(silu(gate) * up) W^T + b`` without saving the input of the product. Autograd would save it; it is as
-    wide as gate and up.
+    """Compute ``(silu(gate) * up) W^T + b`` without saving the input of the product. Autograd would save this input,
+    which is as wide as gate and up.
     """
 
     @staticmethod
@@ -121,11 +121,12 @@ def keep_inputs_only(model: nn.Module) -> int:
     """Make Llama-style MLP and norm layers save fewer activations for the backward pass. Return the number of changed
     layers.
 
-    A layer of width H and MLP width I saves ``2 H + 2 I`` fewer numbers per token (of about ``13 H + 4 I``). They are
-    recomputed from the inputs by elementwise operations, without matrix products. Outputs are bit-identical. Each class
-    of layers is first compared on random inputs. A class with other outputs is not changed, and neither is a layer
-    whose forward method was replaced. A changed layer gets its own ``forward``. Hooks, adapters and copies work as
-    before. Pickling (`torch.save(model)`) restores the forward method of the class.
+    A layer of width H and MLP width I saves ``2 H + 2 I`` fewer numbers per token (of about ``13 H + 4 I``). The
+    backward pass recomputes these numbers from the inputs by elementwise operations, without matrix products. Outputs
+    are bit-identical. Each class of layers is first compared with its replacement on random inputs. A class whose
+    outputs differ is not changed, and neither is a layer whose forward method was replaced. A changed layer gets its
+    own ``forward``. Hooks, adapters and copies work as before. Pickling (`torch.save(model)`) restores the forward
+    method of the class.
     """
     changed = 0
     for module in model.modules():

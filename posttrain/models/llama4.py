@@ -18,9 +18,7 @@ MODEL_TYPE = "llama4_text"
 
 
 def placed(module: Any, query: Tensor, positions: Tensor) -> tuple[Tensor, int | None]:
-    """Return queries ``(B, heads, T, d)`` that are scaled for their positions ``(B, T)``. Also return the chunk size,
-    or None.
-    """
+    """Return queries ``(B, heads, T, d)`` scaled by their positions ``(B, T)``. Also return the chunk size, or None."""
     return tempered(module, query, positions) if has_temperature(module) else query, chunk_of(module)
 
 

@@ -358,7 +358,8 @@ def create_model_from_path(
         model_id: Hub id or folder.
         architecture: Model class. None uses the class that the checkpoint names, or ``AutoModelForCausalLM`` if
             transformers has no such class.
-        new_head: Whether a model of another ``architecture`` may have weights that are not in the checkpoint. They are random.
+        new_head: Whether a model of another ``architecture`` may have randomly initialized weights that are not in the
+            checkpoint.
         **kwargs: Keyword arguments of ``from_pretrained``. ``dtype`` (or ``torch_dtype``) is a torch dtype or one of "auto",
             "bfloat16", "float16", "float32".
 
@@ -504,8 +505,8 @@ def load_tokenizer(
         )
     if Path(model_id).is_dir() and not TOKENIZER_FILES & set(os.listdir(model_id)):
         raise ModelError(
-            f"the model folder {model_id!r} has no tokenizer (none of {', '.join(sorted(TOKENIZER_FILES))}). Fix: save it there "
-            "with tokenizer.save_pretrained(folder), or pass processing_class=tokenizer."
+            f"the model folder {model_id!r} has no tokenizer (none of {', '.join(sorted(TOKENIZER_FILES))}). Fix: "
+            "save the tokenizer there with tokenizer.save_pretrained(folder), or pass processing_class=tokenizer."
         )
     extra = {"revision": revision} if revision else {}
     with explained("tokenizer", model_id):
@@ -714,8 +715,9 @@ def adapter_folder(model: nn.Module, folder: str, accelerator: Accelerator) -> s
 def _name_tied_layers(model: Any) -> None:
     """Restore the names of layers that peft ties to the embeddings (``ensure_weight_tying``) in the adapter configs.
 
-    peft removes these names. It finds tied layers by the names ``embed_tokens`` and ``lm_head``. For an embedding with another
-    name (e.g. ``wte``), a saved adapter, or a second adapter from the same config, would not include the output layer.
+    peft removes these names. peft finds tied layers by the names ``embed_tokens`` and ``lm_head``. For an embedding
+    with another name (e.g. ``wte``), a saved adapter, or a second adapter from the same config, would not include the
+    output layer.
     """
     for settings in model.peft_config.values():
         for field, tied in (("target_modules", "target_modules_to_tie"), ("modules_to_save", "modules_to_tie")):
@@ -768,7 +770,8 @@ def _check_scales(model: Module) -> None:
 def _check_recurrent_layers(model: Module, moved: bool) -> None:
     """Raise an error or warn if an adapter has no effect, because a recurrent layer uses the weights without calling the module.
 
-    It is only a warning for an adapter that starts at zero: this part of the adapter stays zero, and the other parts are trained.
+    For an adapter that starts at zero, the function only warns: this part of the adapter stays zero, and the other
+    parts are trained.
 
     Args:
         model: Model with an adapter.
@@ -790,7 +793,7 @@ def _check_recurrent_layers(model: Module, moved: bool) -> None:
         raise ConfigError(
             f"{what}. Fix: set exclude_modules={names} in peft_config, or add the layers to modules_to_save."
         )
-    logger.warning("%s. Set exclude_modules=%s in peft_config to exclude it.", what, names)
+    logger.warning("%s. Set exclude_modules=%s in peft_config to exclude this layer.", what, names)
 
 
 def _check_kind(config: PeftConfig) -> None:

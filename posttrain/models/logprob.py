@@ -158,7 +158,9 @@ class _Ahead:
         self.grad = expected.to(logp.dtype) if isinstance(expected, Tensor) else torch.ones_like(logp)
 
     def add(self, part: slice, e: Tensor, z: Tensor, targets: Tensor, bent: Tensor | None, rule: _Rule) -> None:
-        """Add the gradient of one chunk of n tokens. Its softmax is ``e / z``, with ``e (n, V)`` (overwritten) and ``z (n,)``."""
+        """Add the gradient of one chunk of n tokens. The softmax of the chunk is ``e / z``, with ``e (n, V)``
+        (overwritten) and ``z (n,)``.
+        """
         if isinstance(self.expected, TokenLoss):
             self.grad[part] = self.expected[part].gradient(self.logp[part])
         g = self.grad[part]
@@ -326,20 +328,20 @@ def token_logprobs(
 
     Args:
         hidden: ``(N, H)`` hidden states that predict the targets.
-        weight: ``(V, H)`` output layer. It gets a gradient if it requires one.
+        weight: ``(V, H)`` output layer. The layer gets a gradient if it requires one.
         targets: ``(N,)`` int64 token ids.
         bias: ``(V,)`` or None.
         logit_scale: Factor of the logits. Cohere has this factor. For Granite, it is the inverse of ``logits_scaling``.
         softcap: Cap ``c`` in ``c tanh(x / c)`` (Gemma 2).
         temperature: Temperature by which the logits are divided, above 0.
-        truncation: Truncation of the sampler's distribution. If it excludes tokens, the log of the remaining
-            probability is returned too, without gradient. See `posttrain.losses.truncation`.
+        truncation: Truncation of the sampler's distribution. If the truncation excludes tokens, the log of the
+            remaining probability is returned too, without gradient. See `posttrain.losses.truncation`.
         chunk_size: Number of positions per chunk. None: as many as fit into 24 MiB of logits on a CPU or 64 MiB
             elsewhere, but at least 128.
         expected_grad: ``(N,)`` gradient that the log-probs will receive, up to a constant factor, or a `TokenLoss` of
-            the N tokens. With it, the forward pass computes the gradients of hidden states and output layer. If the
-            actual gradient differs, the backward pass computes them again. It is used only on a CPU, because the
-            comparison would wait for other devices.
+            the N tokens. If it is set, the forward pass also computes the gradients of hidden states and output layer.
+            If the actual gradient differs, the backward pass computes them again. ``expected_grad`` is used only on a
+            CPU, because on other devices the comparison would block the host.
         need_entropy: Whether to return the entropy in nats, at ``temperature``.
         entropy_grad: Whether to return the entropy with a gradient.
         need_correct: Whether to return if the target is the most likely token.
@@ -429,16 +431,16 @@ def chunked_rows(
     softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Compute ``(N, K)`` values from the logits of each position. Both forward and backward pass compute them in chunks
-    of logits.
+    """Compute ``(N, K)`` values from the logits of each position. The forward and the backward pass compute the logits
+    in chunks.
 
     Args:
         hidden: ``(N, H)`` hidden states.
         weight: ``(V, H)`` output layer.
         bias: ``(V,)`` or None.
         measure: Function that maps float32 logits ``(n, V)``, and the slice of their positions, to values ``(n, K)``.
-            It is called again in the backward pass, with gradients enabled.
-        columns: Number of values that have a gradient. They are the first of the K values.
+            The function is called again in the backward pass, with gradients enabled.
+        columns: Number of values with a gradient. The first ``columns`` of the K values have one.
         logit_scale: Same as in `token_logprobs`.
         softcap: Same as in `token_logprobs`.
         chunk_size: Same as in `token_logprobs`.

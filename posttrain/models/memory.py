@@ -110,7 +110,8 @@ def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
     """Disable checkpointing in the last ``count`` layers (None: `layers_to_keep`), so that they keep their activations.
     Return their number.
 
-    The backward pass starts with the last layers. Their activations are freed before the earlier layers are recomputed.
+    The backward pass starts with the last layers. Activations of the last layers are freed before the earlier layers
+    are recomputed.
     """
     bare = causal_lm(model)
     layers = [m for m in bare.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
@@ -123,7 +124,7 @@ def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
 class KeepLastActivations(TrainerCallback):
     """Callback that calls `keep_last_activations` after the trainer has enabled checkpointing.
 
-    It does nothing if the user set ``every_n_layers`` in ``gradient_checkpointing_kwargs``.
+    The callback does nothing if the user set ``every_n_layers`` in ``gradient_checkpointing_kwargs``.
     """
 
     def on_train_begin(
@@ -150,7 +151,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     always complete. The host does not wait for the copies.
 
     Args:
-        use_pin_memory: Whether to use page-locked memory. The host then does not have to wait for copies.
+        use_pin_memory: Whether to use page-locked memory. Copies to page-locked memory do not block the host.
         min_offload_size: Size in bytes below which a tensor stays on the device.
         device_type: Type of the device whose tensors are offloaded. Tests use ``cpu``.
         kept: Addresses of storages that stay on the device (those of parameters).
@@ -226,8 +227,8 @@ def check_offloading(args: PostTrainingConfig) -> None:
     """
     if args.activation_offloading and args.device.type == "cpu":
         raise ConfigError(
-            "activation_offloading=True moves activations from an accelerator to host memory, but this run is on a CPU. Fix: "
-            "remove it. gradient_checkpointing=True saves memory on a CPU."
+            "activation_offloading=True moves activations from an accelerator to host memory, but this run is on "
+            "a CPU. Fix: remove the option. gradient_checkpointing=True saves memory on a CPU."
         )
 
 
@@ -248,10 +249,10 @@ STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10}
 class KeepHostMemory(transformers.TrainerCallback):
     """Callback that makes glibc keep freed memory for reuse during training on a CPU.
 
-    Each training step allocates and frees the same gigabytes. By default, glibc returns every tensor above 32 MB to the
-    kernel, which clears all of its pages in the next step. For a reward-model step of a 135M model, this took a fifth
-    of the CPU time. Peak memory does not change. With another allocator, another C library or an accelerator, this
-    callback does nothing.
+    Each training step allocates and frees the same gigabytes. By default, glibc returns the memory of every tensor
+    above 32 MB to the kernel, which clears these pages in the next step. For a reward-model step of a 135M model, this
+    took a fifth of the CPU time. Peak memory does not change. With another allocator, another C library or an
+    accelerator, this callback does nothing.
     """
 
     _kept = False
@@ -332,7 +333,7 @@ class Available:
     """Memory that this process can use, in bytes.
 
     Attributes:
-        free: Number of bytes that this process can use. It includes bytes that this process already uses.
+        free: Number of bytes that this process can use. The number includes bytes that this process already uses.
         total: Number of bytes of the device, or the limit if there is one.
         where: Name of the device or of the limit, for messages.
     """
@@ -345,8 +346,8 @@ class Available:
 def available_memory(device: torch.device | str, limit: int | None = None) -> Available:
     """Return the free memory plus the memory that this process already uses. The result is at most ``limit``.
 
-    On a GPU, the driver reports the free memory. On a CPU, it is the available memory of the machine, or what remains
-    of the container's memory limit if that is less.
+    On a GPU, the driver reports the free memory. On a CPU, the free memory is the available memory of the machine, or
+    the unused part of the container's memory limit if that is less.
 
     Args:
         device: A ``torch.device``, or its type.
@@ -452,12 +453,11 @@ def _text_config(config: PretrainedConfig) -> Any:
 def _products(kind: Any, settings: str) -> int:
     """Return the forward operations per token of all products with weights in the layers.
 
-    Each weight counts as two operations. Of the experts, only those to which a token is routed are counted.
+    Each weight counts as two operations. Only experts to which a token is routed are counted.
 
     Args:
         kind: Class of the config.
-        settings: The config as JSON. This text is the key of the cache, because the function is called for every log
-            line.
+        settings: The config as JSON. The result is cached under this text, because every log line needs it.
 
     Raises:
         ModelError: The architecture cannot be built from its config.
@@ -493,8 +493,8 @@ def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
         layer = 2H(nd + 2kd) + 2ndH + 4nd S + 6HI       (routed: top_k 6HI + 2H experts, and 6HI of shared experts)
         total = layers + 2VH (embedding) + 2VH (output layer, if not tied)
 
-    Except for the scores, all terms are products with weights, with two operations per weight. They are counted from
-    the weights of the architecture itself, which is built on the meta device.
+    Except for the scores, all terms are products with weights, with two operations per weight. The products are counted
+    from the weights of the architecture itself, which is built on the meta device.
 
     Training costs three times the forward pass. Scores are counted over the whole sequence; `adjusted_mfu` subtracts
     the causal half. The embedding is counted as a product, although it is a lookup. With tied weights, embedding and
@@ -502,7 +502,7 @@ def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
     high by 2 * vocabulary size * hidden size.
 
     Args:
-        config: A transformers config. Of a multimodal model, only the text model is counted.
+        config: A transformers config. For a multimodal model, only the text model is counted.
         seq_len: Sequence length in tokens.
 
     Returns:

@@ -69,12 +69,12 @@ class Part:
         config: The transformers config.
         kind: Causal language model or sequence classifier.
         dtype: Dtype of the weights.
-        peft_config: Config of an adapter. If it is set, only the adapter is trained.
+        peft_config: Config of an adapter. With an adapter, only the adapter is trained.
         trained: Whether the model is trained, so that it has gradients and optimizer states.
         bits: Bits per quantized weight of linear layers, including scales; see `weight_bits`. None: the weights are not
             quantized.
-        freeze_vision: Option of this name in the run's config. It only matters for models with a vision tower.
-        images: Whether the run's rows contain images. It only matters for models with a vision tower.
+        freeze_vision: Value of the option ``freeze_vision``. The option only matters for models with a vision tower.
+        images: Whether the run's rows contain images. Images only matter for models with a vision tower.
     """
 
     role: str
@@ -135,11 +135,11 @@ class Workload:
         passes: Number of forward and backward passes in one optimizer step.
         critic: Value model that is trained with the policy.
         value_head: Whether the policy has a value head.
-        frozen: Reference and reward models. They are in memory during the whole run.
+        frozen: Reference and reward models. Frozen models are in memory during the whole run.
         reference: How the reference's pass over the same rows is computed, without gradients. ``copy``: by a separate
             model. ``adapter``: by the policy without its adapter. Empty: there is no such pass.
         needs: Names of additional outputs; see `posttrain.models.forward.forward`.
-        checkpointing, kept_layers, optimizer, autocast: Options of these names in the run's config.
+        checkpointing, kept_layers, optimizer, autocast: Values of the options with these names.
         generating: Largest call of the rollout engine. None: no engine runs in this process.
         shards: How the models are sharded over processes.
         device: ``cpu`` or ``cuda``.
@@ -294,8 +294,8 @@ def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
 
 
 def _gathered(model: nn.Module) -> int:
-    """Return the bytes of weights that are gathered at the same time: those of two layers, and all weights outside of
-    layers.
+    """Return the bytes of the weights that are gathered at the same time: the weights of two layers, and all weights
+    outside of layers.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
@@ -312,8 +312,8 @@ def _unpacked(shadow: Shadow, dtype: torch.dtype) -> int:
 
 
 def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> dict[str, int]:
-    """Return the larger of two peaks: that of the batch with the most tokens, and that of the batch with the most
-    tokens in the loss.
+    """Return the larger peak of two batches: the batch with the most tokens, and the batch with the most tokens in the
+    loss.
     """
     options = {"training": training, "accumulating": accumulating, "needs": work.needs, "autocast": work.autocast}
     options["pixels"] = work.pixels
@@ -366,7 +366,9 @@ def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
 
 
 def _state_bytes(shadow: Shadow) -> int:
-    """Return the bytes of one sequence's recurrent states in the native engine. They are measured in a pass over one token."""
+    """Return the bytes of one sequence's recurrent states in the native engine. The size is measured in a pass over one
+    token.
+    """
     model: Any = causal_lm(shadow.model)
     states: list[Tensor] = []
     if recurrent.replaced(model):
@@ -379,7 +381,8 @@ def _state_bytes(shadow: Shadow) -> int:
 
 
 class Shadow:
-    """A model with fake tensors instead of weights. It has the head and the activation checkpointing of the trainer.
+    """A model with fake tensors instead of weights. The model has the same head and activation checkpointing as in the
+    trainer.
 
     Args:
         part: Model to build.
@@ -415,7 +418,9 @@ class Shadow:
 
     @property
     def quantised(self) -> set[str]:
-        """Names of quantized weights. They are the frozen weights of all linear layers except the output layer."""
+        """Names of quantized weights. Quantized weights are the frozen weights of all linear layers except the output
+        layer.
+        """
         if self.part.bits is None:
             return set()
         linear = {f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)}
@@ -561,7 +566,8 @@ def trace_pass(
         shadow: Model with fake tensors.
         batch: Packed prefix trees. Only their shapes and masks matter.
         training: Whether to run forward and backward. If False, only forward is run, without gradients.
-        accumulating: Whether gradients of an earlier pass exist. Their memory is not included in the result.
+        accumulating: Whether gradients of an earlier pass exist. The memory of existing gradients is not included in
+            the result.
         needs: Additional outputs, see `posttrain.models.forward.forward`.
         autocast: Dtype of autocast. None: the dtype of the weights.
         pixels: Prepared images, see `Workload`.
@@ -613,7 +619,7 @@ def _sum_of_outputs(
     Args:
         shadow: Model with fake tensors.
         shape: ``(B, T)`` of the batch.
-        told: Inputs of attention for the real batch; see `attention_inputs`.
+        told: Attention inputs of the real batch; see `attention_inputs`.
         counts: Numbers of loss tokens, of sequences, and of completion tokens of the batch.
         needs: Outputs that the head computes in addition to log-probs.
     """

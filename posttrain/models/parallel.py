@@ -69,7 +69,7 @@ def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
 def broadcast_object(item: T, accelerator: Accelerator) -> T:
     """Return the main process's object on all ranks. Every rank must call it.
 
-    With a gather, every rank would receive one copy per rank.
+    A gather would send one copy per rank to every rank.
     """
     if accelerator.num_processes == 1:
         return item
@@ -186,10 +186,9 @@ def equal_passes(count: int, accelerator: Accelerator) -> int:
 
 
 def in_step(items: Sequence[T], accelerator: Accelerator, spare: Callable[[], T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item with True. If a pass is a collective operation, then yield further items with False, so that all
-    ranks run equally many passes.
-
-    The results of items with False must not be used.
+    """Yield pairs of an item and a flag, which is True for the given items. If a pass is a collective operation, then
+    yield further items with the flag False, so that all ranks run equally many passes. The results of these items must
+    not be used.
 
     Args:
         items: Items of this rank. The list may be empty.
@@ -237,8 +236,8 @@ def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
 
 @contextmanager
 def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
-    """Yield the model without wrappers and with all parameters gathered, for generation. Its forward pass is not a
-    collective.
+    """Yield the model without wrappers and with all parameters gathered, for generation. The forward pass of this model
+    is not a collective.
     """
     name = str(accelerator.distributed_type)
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -276,7 +275,9 @@ def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
 
 
 def gathers_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
-    """Return whether a forward pass of one of these modules is a collective operation. Inside `whole_parameters`, none is."""
+    """Return whether a forward pass of one of these modules is a collective operation. Inside `whole_parameters`, no
+    forward pass is a collective operation.
+    """
     return any(shards(hook) for module in modules for hook in module._forward_pre_hooks.values())
 
 
@@ -351,8 +352,8 @@ def zero_shards(folder: Path) -> list[Path]:
 
 @contextmanager
 def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: str | None) -> Iterator[None]:
-    """Allow ZeRO shards to be loaded on another number of processes. They are first converted to DeepSpeed's universal
-    checkpoint.
+    """Allow ZeRO shards to be loaded on another number of processes. The shards are first converted to DeepSpeed's
+    universal checkpoint.
 
     The main process creates the universal checkpoint next to the shards, and deletes it after loading. If the user has
     created one, it is used and not deleted.
@@ -409,8 +410,8 @@ def _loading_universal(accelerator: Accelerator, engine: Callable[[], Any]) -> I
 
 
 def _make_universal(shards: list[Path], wrote: int) -> None:
-    """Run DeepSpeed's ``ds_to_universal``. It writes a file with the folder's name last, so that an incomplete folder
-    is never used.
+    """Run DeepSpeed's ``ds_to_universal``. The file with the folder's name is written last, so that an incomplete
+    folder is never used.
     """
     source = shards[0].parent
     universal = source.with_name(f"{source.name}_universal")
@@ -462,8 +463,7 @@ def _read(shard: Path) -> dict[str, Any]:
 def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) -> Iterator[bool]:
     """Load an FSDP checkpoint in the format of its files (full or sharded), even in a process without FSDP.
 
-    Yields:
-        True if the checkpoint must be loaded as an FSDP checkpoint. For other checkpoints, the value of ``shards``.
+    Yields: True if the checkpoint must be loaded as an FSDP checkpoint. For other checkpoints, ``shards`` is yielded.
     """
     saved = sorted(Path(folder).glob("pytorch_model_fsdp*")) if folder is not None else []
     if not saved:
@@ -619,7 +619,7 @@ def failing_together(accelerator: Accelerator | PartialState) -> Iterator[None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error. If it cannot be pickled, return a `PosttrainError` with the same message."""
+    """Return the error. If the error cannot be pickled, return a `PosttrainError` with the same message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -628,7 +628,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
-    """Run ``function`` on every rank. If it fails on any rank, all ranks raise an error."""
+    """Run ``function`` on every rank. If the function fails on any rank, all ranks raise an error."""
     with failing_together(accelerator):
         return function()
 

@@ -105,8 +105,8 @@ def probe_key(model: Module) -> str:
 
 
 def disagreement(values: Tensor, truth: Tensor, share: float) -> str:
-    """Return a message, or "" if ``values`` differ from ``truth`` by at most ``share`` times the standard deviation of
-    ``truth``.
+    """Describe the difference between ``values`` and ``truth``. Return "" if it is at most ``share`` times the standard
+    deviation of ``truth``.
 
     The tolerance is relative to the standard deviation, because a model with tiny logits has almost the same log-probs even if
     attention is wrong.
@@ -170,14 +170,14 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
 
     Raises:
         ModelError: A window that cannot be reduced is longer than `LONGEST`, or layers mix tokens in another way than by
-            attention. Such layers are found in the config, because a probe with the current weights might not show them.
+            attention. The config shows such layers, whereas a probe with the current weights might not detect them.
     """
     cases: list[tuple[int, AbstractContextManager[None]]] = [(SHORT, nullcontext())]
     inner: Any = causal_lm(model)
     text = inner.config.get_text_config()
     kinds = layer_kinds(text)
     if has_recurrent_layers(model) and not recurrent.replaced(inner):
-        raise ModelError(f"it has layers that mix tokens without attention ({sorted(set(kinds) - KINDS)})")
+        raise ModelError(f"the model has layers that mix tokens without attention ({sorted(set(kinds) - KINDS)})")
     sizes = {name: getattr(text, name, None) for name in (*SHRINKABLE, *FIXED)}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
     if kinds and all(kind == "full_attention" for kind in kinds):
@@ -191,7 +191,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
         windows = {name: size for name, size in windows.items() if not shrunk or name not in shrinkable}
     longest = max(windows.values(), default=0)
     if longest > LONGEST:
-        raise ModelError(f"a window of {longest} tokens cannot be reduced, but a probe has at most {LONGEST} tokens")
+        raise ModelError(f"a window of {longest} tokens cannot be reduced to the {LONGEST} tokens of a probe")
     return [*cases, (longest + SHORT, nullcontext())] if longest else cases
 
 
@@ -218,15 +218,15 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     The layouts are tree attention (`posttrain.models.tree_attention`), a dense mask, and padded rows with one sequence each. If
     a layout is rejected, a warning is logged with the reason.
 
-    The probe runs once per config, attention backend, dtype and adapter. Its rows are a prompt with three completions, a second
-    tree, and a prefix tree of two turns. In all `probe_cases`, the results are compared with those of separate sequences from the
-    model's own forward method and output head. The tolerance of log-probs is 1e-4 of their standard deviation in float32 (0.1 in
-    half precision). The tolerance of gradients is 3e-4 of the largest gradient (0.3 in half precision). Mamba-1 and some custom
-    models fail and are trained on padded rows. Recurrent layers pass if their functions support prefix trees
-    (`posttrain.models.recurrent`).
+    The probe runs once per config, attention backend, dtype and adapter. The probe's rows are a prompt with three
+    completions, a second tree, and a prefix tree of two turns. In all `probe_cases`, the results are compared with
+    those of separate sequences from the model's own forward method and output head. The tolerance of log-probs is 1e-4
+    of their standard deviation in float32 (0.1 in half precision). The tolerance of gradients is 3e-4 of the largest
+    gradient (0.3 in half precision). Mamba-1 and some custom models fail and are trained on padded rows. Recurrent
+    layers pass if their functions support prefix trees (`posttrain.models.recurrent`).
 
-    Longrope frequencies depend on the longest sequence of a pass. This is not tested, because the limits are known
-    (`rope_limits`) and the layout separates such sequences.
+    Longrope frequencies depend on the longest sequence of a pass. The probe does not test this dependence, because the
+    limits are known (`rope_limits`) and the layout separates sequences above them.
 
     Args:
         model: Model that is ready to run.
@@ -275,7 +275,8 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
             f"{type(causal_lm(model)).__name__} gives different results for rows with images and for the processor's own "
             f"tensors, even with one sequence per row ({fault}). Fix: use a model of another family, or rows without images."
         )
-    # A model that passed the comparison for tree attention has finite outputs, and its tokens do not attend to later ones.
+    # A model that passed the comparison for tree attention has finite outputs, and its tokens do not attend to later
+    # tokens.
     if layout.kind != "tree" or layout.dense_mask:
         _refuse_wrong_outputs(model)
     PROBED[key] = layout
@@ -555,7 +556,9 @@ def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
 
 
 def _judged(rows: Sequence[Row]) -> Tensor:
-    """Return a mask of completion tokens with a log-prob. Zeros of other tokens would increase the standard deviation."""
+    """Return a mask of completion tokens with a log-prob. The zeros at other tokens would increase the standard
+    deviation.
+    """
     return torch.tensor([bool(m) for row in rows for mask in row.loss_masks for m in mask])
 
 

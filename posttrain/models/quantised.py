@@ -74,7 +74,7 @@ def weight_bits(settings: Any) -> float | None:
 def check_quantised(
     model: str | nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None, quantization_config: Any
 ) -> None:
-    """Raise an error if weights are quantized but cannot be trained in this run. It is called before any weight is
+    """Raise an error if weights are quantized but cannot be trained in this run. This check runs before any weight is
     read.
 
     Args:

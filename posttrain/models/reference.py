@@ -106,12 +106,12 @@ def create_reference_model(
         num_shared_layers: Number of layers, from the first, that are shared instead of copied. The embeddings are then
             shared too. Shared parameters are the same tensors in both models, so they are frozen in ``model`` too.
             None: no layers are shared.
-        pattern: Path of a layer's parameters, with ``{layer}`` in place of the layer's index. It is needed for models
-            whose paths are not in `LAYERS`.
+        pattern: Path of a layer's parameters, with ``{layer}`` in place of the layer's index. A pattern is needed for
+            models whose paths are not in `LAYERS`.
 
     Raises:
-        ModelError: The parameters are sharded over processes. Or no parameter matches the first layer that is not
-            shared, so that the whole model would be frozen.
+        ModelError: The parameters are sharded over processes. The error is also raised if no parameter matches the
+            first layer that is not shared, because the whole model would then be frozen.
     """
     shared = [] if num_shared_layers is None else _first_parameters(model, num_shared_layers, pattern)
     reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
@@ -121,7 +121,7 @@ def create_reference_model(
 def check_reference(reference: object, model: nn.Module) -> None:
     """Raise an error if the reference is the policy itself, or has no language-model head.
 
-    It is called before any weight of the policy is read.
+    This check runs before any weight of the policy is read.
     """
     if reference is model:
         raise ConfigError(
@@ -223,12 +223,12 @@ class Reference:
     - For an adapter that was trained before or that changed base weights (PiSSA, OLoRA), it is a frozen copy of the
     adapter.
     - In all other cases, and for a TRAINABLE_TOKENS adapter that was trained before, it is a frozen deep copy of
-    ``model`` **as passed**. Its weights can differ from those on the Hub.
+    ``model`` **as passed**. The weights of this copy can differ from the weights on the Hub.
 
     Args:
         model: The policy.
         fresh_adapter: Whether the adapter is new, so that the base model is the policy at the start of training.
-        given: Another model that is the reference. None: the policy's initial weights.
+        given: Reference model that the user passed. None: the reference is the policy with its initial weights.
         adapter: Name of an adapter of the policy that is the reference.
     """
 
@@ -336,8 +336,8 @@ UNREAD = (
 def forward_settings(model: nn.Module) -> dict[str, Any]:
     """Return the settings on which the result of a model's forward pass depends, in addition to its weights.
 
-    They are its config and, for a peft model, the configs and scales of its adapters and the names of the active
-    adapters.
+    These settings are the model's config and, for a peft model, the configs and scales of its adapters and the names of
+    the active adapters.
     """
     bare: Any = unwrapped(model)
     settings: dict[str, Any] = {"config": _fields(config_of(model).to_dict())}
@@ -371,10 +371,10 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def hash_frozen(module: nn.Module) -> str:
-    """Return a SHA-256 hash of all frozen parameters and buffers. It is computed from sums over blocks of `SUMMED`
-    elements.
+    """Return a SHA-256 hash of all frozen parameters and buffers. The hash is computed from sums over blocks of
+    `SUMMED` elements.
 
-    Each value is read once, so that it takes less time than a forward pass.
+    Each value is read once, so that hashing takes less time than a forward pass.
     """
     summed = [_sums(values) for _, values in (*frozen_parameters(module), *module.named_buffers())]
     # Concatenate the sums, so that one transfer from the device is enough.

@@ -59,7 +59,9 @@ def active() -> TokenSplit | None:
 
 
 def activate(split: TokenSplit | None) -> None:
-    """Set the group that computes `posttrain.models.forward.forward`. None: this process computes it alone."""
+    """Set the sequence-parallel group that computes `posttrain.models.forward.forward`. None: this process computes
+    forward passes alone.
+    """
     global _active
     _active = split
 

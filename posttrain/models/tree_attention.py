@@ -105,8 +105,8 @@ def _own(one: Segment, window: int | None) -> Iterator[Part]:
     for start in range(one.start, one.stop, size):
         stop = min(start + size, one.stop)
         yield Part(one.row, slice(start, stop), slice(start, stop), True)
-        # In this part, a block of queries attends to the block of keys before it. The first query attends to all of these keys
-        # except the first one. The second-last query attends only to the last key.
+        # In this part, a block of queries attends to the block of keys directly before the queries. The first query
+        # attends to all of these keys except the first one. The second-last query attends only to the last key.
         seeing = min(stop, start + size - 1)
         if start > one.start and seeing > start:
             yield Part(one.row, slice(start, seeing), slice(start - size, start), False, size)
@@ -155,7 +155,7 @@ def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iter
 
 
 class Forest:
-    """Data about a batch that attention layers need. It is passed as an argument of the model's forward call.
+    """Data about a batch that attention layers need. The object is passed as an argument of the model's forward call.
 
     It is not a dataclass. FSDP2 copies dataclasses in the arguments of a layer, to cast their tensors, and each layer
     would then compute the cached values again.
@@ -186,8 +186,8 @@ class Forest:
         return self.kept((queries, keys, part.ahead, window, dtype), lambda: _mask(part, window, dtype))
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the value under ``key`` that another layer of this pass has cached. If there is none, call ``make``
-        and cache its result.
+        """Return the value under ``key`` that another layer of this pass has cached. If no value is cached, call
+        ``make`` and cache its result.
         """
         if key not in self._kept:
             self._kept[key] = make()
@@ -200,7 +200,7 @@ class Forest:
 
 
 def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask of a part in which a window ends. Its size is that of the part, and not of the row."""
+    """Return the additive mask of a part in which a window ends. The mask covers only the part, not the whole row."""
     assert window is not None and part.ahead is not None
     queries = torch.arange(part.queries.stop - part.queries.start)
     keys = torch.arange(part.keys.stop - part.keys.start)
@@ -329,8 +329,8 @@ class Level(NamedTuple):
 
 
 def levels_of(segments: Sequence[Segment], width: int, device: torch.device | str) -> list[Level]:
-    """Return the levels. The first level is the attention inside all segments. Then there is one level per depth, in
-    which later tokens attend to the segments of this depth.
+    """Return the levels. The first level is the attention inside all segments. After the first level, there is one
+    level per depth, in which later tokens attend to the segments of this depth.
 
     Args:
         segments: Segments in depth-first order.
@@ -626,8 +626,8 @@ def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
     if found := next((names[PLAIN] for names in files if PLAIN in names), None):
         return found
     raise ModelError(
-        f"attn_implementation='eager' is not supported for {kind.__name__}, because its file has no function {PLAIN} for calls "
-        "without segments. Fix: set attn_implementation='sdpa'."
+        f"attn_implementation='eager' is not supported for {kind.__name__}, because its source file has no function "
+        f"{PLAIN} for calls without segments. Fix: set attn_implementation='sdpa'."
     )
 
 
@@ -667,8 +667,8 @@ def uninstalled(model: nn.Module) -> AbstractContextManager[None]:
 def forest_mask(
     batch: Batch, window: int | None = None, chunk: int | None = None, span: Tensor | None = None
 ) -> Tensor:
-    """Return a mask of which token attends to which. A token attends to itself, to earlier tokens of its segment, and
-    to all tokens of its prefix segments.
+    """Return the attention mask of packed prefix trees. A token attends to itself, to earlier tokens of its segment,
+    and to all tokens of its prefix segments.
 
     Args:
         batch: The batch.

@@ -127,8 +127,8 @@ def without_value(policy: nn.Module) -> Iterator[None]:
 
 
 def value_state(policy: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of the value function, with names that do not contain the policy's prefix. It is empty if
-    there is none.
+    """Return the state dict of the value function, with names without the policy's prefix. It is empty if there is
+    none.
     """
     attached = _held(policy)
     return {} if attached is None else dict(attached[2].state_dict())

@@ -48,13 +48,15 @@ class PictureEncoder:
 
     Args:
         processor: Converts images to pixel tensors.
-        cache_bytes: Size of the feature cache in bytes. If it is full, the least recently used features are removed.
+        cache_bytes: Size of the feature cache in bytes. If the cache is full, the least recently used features are
+            removed.
 
     Attributes:
         encoded, reused: Numbers of images that were encoded and that were found in the cache, since the start.
         seconds: Number of seconds for preparing and encoding images. On an accelerator, it is only the time until the
             work is queued.
-        next: Encoder of another model whose next pass contains the same images. It receives the prepared pixels.
+        next: Encoder of another model whose next pass contains the same images. The next encoder receives the prepared
+            pixels.
         given: Pixels that another encoder has prepared.
     """
 
@@ -74,8 +76,8 @@ class PictureEncoder:
         return PictureEncoder(self.processor, self.cache_bytes)
 
     def inputs(self, model: nn.Module, placed: Sequence[Placed], kept: Tensor | None = None) -> dict[str, Any]:
-        """Return the keyword arguments with which the model receives the features of images. They are in the order of
-        the placeholders.
+        """Return the keyword arguments with which the model receives the features of images. The features are in the
+        order of the placeholders.
 
         The arguments are ``mm_encoder_outputs``, or ``cross_attention_states`` and ``tiles`` in families with
         cross-attention. If an image occurs several times, it is encoded once.
@@ -246,7 +248,7 @@ def _shown(picture: Picture) -> tuple[str, str]:
 
 
 def _state(weight: Tensor) -> tuple[int, int, float]:
-    """Return a value that changes when the weight changes.
+    """Return a value that changes whenever the weight changes.
 
     Fused optimizers do not increase ``_version``, so some elements of trained weights are compared too.
     """
@@ -309,8 +311,8 @@ def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch
 
 
 def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
-    """Return the number of activation elements that the tower saves. It is computed from the config as patches x width
-    x layers.
+    """Return the number of activation elements that the tower saves. The number is computed from the config as patches
+    x width x layers.
 
     For each patch, a layer with checkpointing saves its input. Other trained layers save about 8 widths and 2 inner
     widths, and frozen layers save nothing. In addition, the layer that is being computed needs 8 widths and 2 inner
@@ -330,8 +332,8 @@ def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
 
 
 def _flat(features: Any) -> Tensor:
-    """Flatten features to ``(tokens, H)``. They can be a list with one entry per image or row, or a tensor ``(N,
-    tokens, H)``.
+    """Flatten features to ``(tokens, H)``. The features are a list with one entry per image or row, or a tensor
+    ``(N, tokens, H)``.
     """
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
@@ -408,7 +410,9 @@ def for_tower(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def tower_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of tower and projector by name. They are all parameters outside of the text model and its head."""
+    """Return the parameters of tower and projector by name. These are all parameters outside of the text model and its
+    head.
+    """
     return {name: one for name, one in causal_lm(model).named_parameters() if not _of_text(name)}
 
 
@@ -424,7 +428,7 @@ def _of_text(name: str) -> bool:
 def frozen_parameters(model: nn.Module, choice: Any, *, images: bool) -> dict[str, nn.Parameter]:
     """Return the parameters of tower and projector that are frozen, by name.
 
-    They are the parameters that ``choice`` freezes, and the parameters on which the loss does not depend.
+    These are the parameters that ``choice`` freezes and the parameters on which the loss does not depend.
 
     Args:
         model: Model without wrappers.
@@ -477,8 +481,8 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
 
     Raises:
         ModelError: Processor and model do not match (PT-G004): their family, their placeholder, or the number of
-            features per image differs. Or the family is unknown, and packed rows with images give other results than
-            the processor's own inputs.
+            features per image differs. The error is also raised for an unknown family if packed rows with images give
+            other results than the processor's own inputs.
     """
     inner: Any = causal_lm(model)
     installed = picture_encoder(inner)
@@ -537,8 +541,8 @@ def refuse_skipped_layers(model: nn.Module, accelerator: Accelerator) -> None:
 
     Raises:
         ModelError: The model has cross-attention to images (Mllama) and its parameters are sharded. A process without
-            images would then skip layers that other processes gather. Or the model encodes images itself, and its tower
-            is sharded or trained.
+            images would then skip layers that other processes gather. The error is also raised if the model encodes
+            images itself and its tower is sharded or trained.
     """
     encoder = picture_encoder(model)
     if encoder is None or accelerator.num_processes == 1:
@@ -684,7 +688,8 @@ def grid_positions(batch: Batch) -> Tensor:
 
 
 def block_spans(batch: Batch, placeholders: Tensor, block: str) -> Tensor:
-    """Return the index of each token's bidirectional block, ``(B, T)``. It is -1 for a token in no block.
+    """Return the index ``(B, T)`` of each token's bidirectional block. The index is -1 for a token outside of all
+    blocks.
 
     Args:
         batch: Packed batch.

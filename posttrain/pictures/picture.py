@@ -36,7 +36,8 @@ Background = Literal["white", "black"]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image of rows and batches. It holds encoded bytes, a path or the user's PIL image, but no prepared pixels.
+    """An image of rows and batches. The object holds encoded bytes, a path or the user's PIL image, but no prepared
+    pixels.
 
     Attributes:
         digest: Hash with 32 hexadecimal digits of the encoded bytes, or of mode, size and pixels. Two images are equal
@@ -74,7 +75,7 @@ class Picture:
             ) from error
 
     def opened(self) -> Any:
-        """Return an upright PIL image in its own mode. Its pixels are decoded on first access."""
+        """Return an upright PIL image in its own mode. The image's pixels are decoded on first access."""
         source = self.source
         if isinstance(source, str):
             # Read the whole file now, so that it does not stay open.
@@ -135,7 +136,7 @@ class Placed:
     Attributes:
         picture: The image.
         start: Index of its first placeholder in the token ids of its prompt or completion.
-        count: Number of its placeholders. Markers between them are not counted.
+        count: Number of its placeholders. Markers between placeholders are not counted.
         grid: Numbers of patches by time, height and width after merging, for three-dimensional positions. None: plain
             positions.
     """
@@ -146,7 +147,7 @@ class Placed:
     grid: tuple[int, int, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict that can be written as JSON. It contains a path, or encoded bytes in base64."""
+        """Return a dict that can be written as JSON. The dict contains a path, or encoded bytes in base64."""
         picture = self.picture.encoded()
         data = base64.b64encode(picture.source).decode() if isinstance(picture.source, bytes) else None
         kept = {"path": None if data else picture.source, "background": picture.background, "where": picture.where}
@@ -357,8 +358,8 @@ NOTHING: Any = object()  # Marks a text block, which cannot have an image.
 
 
 def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
-    """Return a block without its image, and the image. It is None if the image block is empty, and `NOTHING` for a text
-    block.
+    """Return a block without its image, and the image. The image is None for an empty image block, and `NOTHING` for a
+    text block.
     """
     if isinstance(block, str):
         return {"type": "text", "text": block}, NOTHING
@@ -384,7 +385,9 @@ def picture_in(block: Mapping[str, Any]) -> Any:
 
 
 def filled(messages: Sequence[Mapping[str, Any]], images: Iterable[Any]) -> list[dict[str, Any]]:
-    """Put images into the image blocks of messages, in reading order. It is the inverse of `conversation_pictures`."""
+    """Put images into the image blocks of messages, in reading order. This function is the inverse of
+    `conversation_pictures`.
+    """
     rest = iter(images)
     return _with_blocks(messages, lambda b: {**b, "image": next(rest)} if b["type"] == "image" else b)
 

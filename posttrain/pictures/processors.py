@@ -29,13 +29,13 @@ class Family:
     """Properties of a family of models that use the same processor.
 
     Attributes:
-        models: Model types in the configs of these models. Empty: unknown, so the model is tested with images before
-            training.
+        models: Model types in the configs of these models. If empty, the types are unknown, and the model is tested
+            with images before training.
         tiled: Whether the tensors of an image have the shape ``(1, tiles, ...)``. Several images are then concatenated
             along the dimension of tiles, otherwise along the first dimension.
         positions: ``grid`` for three-dimensional rotary positions (time, height, width), otherwise ``plain``.
-        types: Name of the model's argument for token types. They are 1 for placeholders (PaliGemma: after the prompt).
-            None: the model has no such argument.
+        types: Name of the model's argument for token types. Token types are 1 for placeholders (PaliGemma: after the
+            prompt). None: the model has no such argument.
         block: Tokens that attend to each other in both directions: the placeholders of one ``image``, the whole
             ``prompt``, or none.
         cross: Whether text attends to image features by cross-attention, without placeholders for each feature. Text
@@ -99,8 +99,8 @@ class Expansion:
 
 
 def _marker() -> Any:
-    """Return transformers' function that marks control tokens in user text. None in older versions, where such text is
-    an error.
+    """Return transformers' function that marks control tokens in user text. Return None in older versions, where such
+    text is an error.
     """
     from transformers.utils import chat_template_utils
 
@@ -108,7 +108,8 @@ def _marker() -> Any:
 
 
 class PictureProcessor:
-    """Wraps a processor of `transformers` for training. It converts one segment of text, and one image, at a time.
+    """Wraps a processor of `transformers` for training. The wrapper converts one segment of text, and one image, at a
+    time.
 
     Each image is prepared alone, so that the result does not depend on other rows of the pass.
 
@@ -121,8 +122,8 @@ class PictureProcessor:
         background: Color behind transparent pixels.
 
     Raises:
-        ModelError: The processor's family is unknown, and cannot be inferred from its output. Or the installed
-            transformers is too old for images.
+        ModelError: The processor's family is unknown, and cannot be inferred from its output. The error is also raised
+            if the installed transformers is too old for images.
 
     Attributes:
         family: See `Family`.
@@ -169,7 +170,7 @@ class PictureProcessor:
 
     @functools.cached_property
     def controls(self) -> dict[str, int]:
-        """Ids of placeholders and markers of images, by token. They are never sampled, have no loss, and are not
+        """Ids of placeholders and markers of images, by token. These ids are never sampled, have no loss, and are not
         accepted in user text.
         """
         added = self.tokenizer.added_tokens_decoder
@@ -177,7 +178,9 @@ class PictureProcessor:
         return {**named, self.placeholder: int(self.tokenizer.convert_tokens_to_ids(self.placeholder))}
 
     def never(self, vocabulary: int) -> list[int]:
-        """Return the ids below ``vocabulary`` that must not be sampled. They are the placeholders and markers of images."""
+        """Return the ids below ``vocabulary`` that must not be sampled. These are the placeholders and markers of
+        images.
+        """
         return sorted(token for token in {*self.controls.values(), self.token_id} if token < vocabulary)
 
     # Text to ids -------------------------------------------------------------------------------------------------
@@ -209,8 +212,8 @@ class PictureProcessor:
 
     @functools.cached_property
     def _mark(self) -> str:
-        """Marker that `transformers` puts before a user's string to keep it as text. If there is no such marker, it is
-        a string that never occurs.
+        """Marker that `transformers` puts before a user's string to keep it as text. If `transformers` has no such
+        marker, the value is a string that never occurs.
         """
         mark = _marker()
         return "\0" if mark is None else mark("x", re.compile("x"))[0]
@@ -220,7 +223,7 @@ class PictureProcessor:
         return text.count(self._mark)
 
     def places(self, text: str) -> int:
-        """Return the number of placeholders in a text. Those that a user typed are not counted."""
+        """Return the number of placeholders in a text. Placeholders that a user typed are not counted."""
         return text.count(self.placeholder) - text.count(self._mark + self.placeholder)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -229,7 +232,7 @@ class PictureProcessor:
         If the family supports it, placeholders and markers in user text are kept as text (`escaped` counts them).
 
         Raises:
-            DataError: They cannot be kept as text, or the template omits image blocks.
+            DataError: Such text cannot be kept, or the template omits image blocks.
         """
         self.refuse_controls(messages)
         text = self._template(messages, **options)
@@ -373,7 +376,7 @@ class PictureProcessor:
         return bos + text if adds and not text.startswith(bos) else text
 
     def expansion(self, picture: Picture) -> Expansion:
-        """Return the text that the processor writes for an image. It depends only on the size of the image."""
+        """Return the text that the processor writes for an image. The text depends only on the size of the image."""
         if picture.size not in self._expansions:
             if len(self._expansions) >= REMEMBERED:
                 self._expansions.clear()
@@ -541,8 +544,8 @@ class PictureProcessor:
         return {self.family.types: kinds} if self.family.types else {}
 
     def cross_mask(self, ids: Tensor, tiles: Tensor) -> Tensor:
-        """Return a mask ``(1, T, N, tiles)`` of the image tiles to which each token attends. They are the tiles of the
-        last image before the token. If several images are consecutive there, they are the tiles of all of these.
+        """Return a mask ``(1, T, N, tiles)`` of the image tiles to which each token attends. A token attends to the
+        tiles of the last image before it, or, if the last images are consecutive, to the tiles of all of them.
 
         Args:
             ids: ``(1, T)`` with N placeholders.

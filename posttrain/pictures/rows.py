@@ -95,8 +95,8 @@ def row_batch(
 
 
 def row_features(features: object, branches: Sequence[str], drop: Sequence[str]) -> Any:
-    """Return the types of all columns. They cannot be inferred from the first thousand rows, because these may have no
-    images.
+    """Return the types of all columns. The types cannot be inferred from the first thousand rows, because these rows
+    may have no images.
     """
     ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
     kept = {name: kind for name, kind in features.items() if name not in drop}
@@ -184,7 +184,7 @@ def _least(prompt: list[int], answers: list[Answer], reader: PictureProcessor) -
 
 def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool) -> Segments:
     """Resize the images of a row so that the row has at most ``max_length`` tokens. If no size is small enough, return
-    them unchanged.
+    the images unchanged.
     """
     limit, most, shown = options.max_length, 0, segments
     while limit is not None and _held(segments):
@@ -252,8 +252,8 @@ def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
 def row_segments(
     row: Mapping[str, Any], reader: PictureProcessor, branches: Sequence[str], text_field: str
 ) -> tuple[list[tuple[str, list[Any]]], bool]:
-    """Return texts and images of the prompt and of each answer, or of a whole document. Also return whether they are
-    plain text.
+    """Return texts and images of the prompt and of each answer, or of a whole document. Also return whether the texts
+    are plain text.
 
     Args:
         row: Conversational or text row.
@@ -311,8 +311,8 @@ def spoken_segments(
         prompt_too: Whether assistant messages in the prompt contribute to the loss too.
 
     Raises:
-        DataError: The row is not conversational. Or the model has bidirectional attention in the prompt, so that
-            earlier answers would attend to later ones.
+        DataError: The row is not conversational. The error is also raised if the model has bidirectional attention in
+            the prompt, because earlier answers would then attend to later answers.
     """
     if reader.family.block == "prompt":
         raise DataError(

@@ -60,7 +60,7 @@ def generate_model_card(
         model_name: Title of the card.
         trainer_name: Name of the method: SFT, DPO, ...
         base_model: Hub id of the model from which training started. None if it is not on the Hub.
-        hub_model_id: Hub id of the trained model. If it is None, the quick start uses ``model_name``.
+        hub_model_id: Hub id of the trained model. Without an id, the quick start uses ``model_name``.
         dataset_name: Hub ids or names of the training datasets.
         tags: Tags to add to the metadata, after ``generated_from_trainer``.
         wandb_url: URL of the run on Weights & Biases, if there is one.

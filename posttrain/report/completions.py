@@ -55,7 +55,7 @@ def _to_mlflow(name: str, columns: list[str], data: list[list[Any]]) -> None:
 
 
 def _with_images(tracker: Any, columns: list[str], data: list[list[Any]]) -> list[list[Any]]:
-    """Replace thumbnails with lists of the tracker's image type. The list is empty for rows without images."""
+    """Replace thumbnails with lists of the tracker's image type. Rows without images get an empty list."""
     if THUMBNAILS not in columns:
         return data
     from posttrain.pictures.picture import read_picture
@@ -126,7 +126,8 @@ def print_prompt_completions_sample(
     Args:
         prompts: Texts, or lists of messages.
         completions: Texts, or lists of messages.
-        rewards: One list of rewards per function. None means that the function did not score the completion.
+        rewards: One list of rewards per function. A reward of None means that the function did not score the
+            completion.
         advantages: One advantage per completion.
         step: Step that is shown in the title.
         num_samples: Number of randomly selected rows to print. None: all rows. 0 or less: no rows.
@@ -215,7 +216,7 @@ def _plain(value: object) -> Any:
 
 
 def rollout_table(args: OnlineConfig, record: RunRecordCallback, names: list[str]) -> RolloutTableCallback:
-    """Create the callback for ``log_completions``. It stores the completions of one generation."""
+    """Create the callback for ``log_completions``. The callback stores the completions of one generation."""
     rows = args.samples_per_step or args.generation_batch_size or 1
     options = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
     return RolloutTableCallback(record, names, rows=rows, **options)

@@ -88,7 +88,9 @@ def duration(seconds: float) -> str:
 
 
 def shell_command(*words: str) -> str:
-    """Return a `posttrain` command for the shell. It contains the program's path if the shell would not find the program."""
+    """Return a `posttrain` command for the shell. The command contains the program's path if the shell would not find
+    the program.
+    """
     beside = Path(sys.executable).with_name("posttrain")
     on_path = shutil.which("posttrain")
     name = "posttrain" if on_path and Path(on_path).resolve() == beside.resolve() else str(beside)
@@ -238,7 +240,7 @@ def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, int
 class RichProgressCallback(transformers.TrainerCallback):
     """Callback that prints a line of metrics at each log. On a terminal, it also shows a progress bar with the remaining time.
 
-    In a notebook, it shows a growing table instead. Findings are in a collapsed section below the table.
+    In a notebook, it shows a growing table instead. The notebook shows findings in a collapsed section below the table.
 
     Args:
         headline: Names and labels of the metrics to show. None shows the first eight metrics of `MAIN` that the run logs.
@@ -340,7 +342,7 @@ class RichProgressCallback(transformers.TrainerCallback):
                 self.console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
 
     def stop(self) -> None:
-        """Stop the display. It is also called after an error in training. Repeated calls have no effect."""
+        """Stop the display. This method is also called after an error in training. Repeated calls have no effect."""
         if self.progress is not None:
             self.progress.stop()
         self.progress = None

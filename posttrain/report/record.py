@@ -126,7 +126,7 @@ class RunRecord:
     run to a subfolder.
 
     Args:
-        output_dir: Folder of the run. It is created when the first file is written.
+        output_dir: Folder of the run. The folder is created when the first file is written.
     """
 
     def __init__(self, output_dir: str | Path) -> None:
@@ -257,7 +257,7 @@ class RunRecord:
 
 
 def _append(path: Path, values: Mapping[str, Any]) -> None:
-    """Append a line of JSON, and wait until it is on disk. If only a part can be written, this part is removed."""
+    """Append a line of JSON, and wait until it is on disk. A line that can only be written partly is removed."""
     line = (json.dumps(_plain(values), default=str) + "\n").encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
@@ -392,7 +392,9 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.stop()
 
     def stop(self) -> None:
-        """Write everything to disk and unlock the folder. It is also called after an error. Repeated calls have no effect."""
+        """Write everything to disk and unlock the folder. This method is also called after an error. Repeated calls
+        have no effect.
+        """
         if self.args.process_index == 0:
             self.record.flush(self._step)
             self.record.merge_completions()

@@ -60,8 +60,8 @@ def parallel(function: F) -> F:
 
 
 def reward_name(function: Any) -> str:
-    """Return the name of a reward function. It is ``__name__`` of a function, the last part of a model's id, or the class name
-        of any other object.
+    """Return the name of a reward function. The name is ``__name__`` of a function, the last part of a model's id, or
+    the class name of any other object.
 
     For a ``functools.partial``, this is the name of the wrapped function.
     """
@@ -166,8 +166,8 @@ class RewardFunction:
 
     Attributes:
         name: Unique name, for metrics and errors.
-        call: Function that is called with the accepted arguments as keywords. It returns the rewards, or an awaitable of the
-            rewards.
+        call: Function that is called with the accepted arguments as keywords. The function returns the rewards, or an
+            awaitable of the rewards.
         accepts: Names of the function's parameters. The value is True if the parameter has no default.
         takes_all: Whether the function has ``**kwargs`` and therefore gets every argument.
         timeout: Maximum seconds of a call. None means no limit.
@@ -235,7 +235,7 @@ def reward_function(name: str, function: Callable, timeout: float | None = None)
 def parameters(function: Callable) -> tuple[dict[str, bool], bool]:
     """Return the function's parameters as ``{name: is_required}``, and whether it accepts any keyword argument (``**kwargs``).
 
-    A function whose signature cannot be read is assumed to accept any keyword argument.
+    If its signature cannot be read, a function is assumed to accept any keyword argument.
     """
     try:
         found = inspect.signature(function).parameters.values()
@@ -264,8 +264,8 @@ def score(
         strict: Whether a NaN reward is an error.
 
     Raises:
-        RewardError: A column does not have n values, or a function failed. The message contains the function's name. If the
-            reward of one row is invalid, it also contains the row.
+        RewardError: A column does not have n values, or a function failed. The message contains the function's name. If
+            the reward of one row is invalid, the message also contains the row.
     """
     prompts = rows["prompts"]
     for name, column in rows.items():
@@ -485,7 +485,7 @@ def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
 
 
 async def _contained(task: Callable[[], Awaitable]) -> Any:
-    """Await a task. Return SystemExit instead of raising it, because it would stop the event loop's thread."""
+    """Await a task. A SystemExit is returned and not raised, because it would stop the event loop's thread."""
     try:
         return await task()
     except SystemExit as error:

@@ -40,12 +40,12 @@ def _opened(suffix: str) -> str:
 class SoftOverlongPunishment:
     """Penalty for long completions.
 
-    The penalty is 0 for up to ``max_completion_len - soft_punish_cache`` tokens. It then falls linearly to -1 at
-    ``max_completion_len`` tokens, and stays at -1 for longer completions.
+    The penalty is 0 for up to ``max_completion_len - soft_punish_cache`` tokens. Above this length, the penalty falls
+    linearly to -1 at ``max_completion_len`` tokens, and stays at -1 for longer completions.
 
     Args:
-        max_completion_len: Number of tokens at which the penalty reaches -1. It should be at most the trainer's
-            ``max_completion_length``, because otherwise no completion gets the full penalty.
+        max_completion_len: Number of tokens at which the penalty reaches -1. This number should be at most the
+            trainer's ``max_completion_length``, because otherwise no completion gets the full penalty.
         soft_punish_cache: Number of tokens over which the penalty falls from 0 to -1. With 0, the penalty is a step function.
 
     Reference: DAPO, arXiv:2503.14476, equation 13.

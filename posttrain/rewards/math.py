@@ -155,9 +155,9 @@ def accuracy_reward(
 
     Returns:
         1.0, 0.0, or None if the reference cannot be parsed. Only the last 1,000 characters before the end of the last box are
-        parsed. A longer box is compared as text. The comparison runs in a separate process. If it takes longer than
-        `FORMULA_SECONDS` (5 s), the process is killed and the answer counts as wrong. This can happen for short formulas too,
-        e.g. ``x^x^x...`` with 250 characters.
+        parsed. A longer box is compared as text. The comparison runs in a separate process. If a comparison takes
+        longer than `FORMULA_SECONDS` (5 s), the process is killed and the answer counts as wrong. Even short formulas
+        can take this long, e.g. ``x^x^x...`` with 250 characters.
 
         Examples for the reference ``42``:
 
@@ -265,7 +265,9 @@ def _to_parse(text: str) -> str | None:
 
 
 def _judge_words(text: str, gold: str, lenient: bool) -> Verdict:
-    """Compare answer and reference as texts. Used for references that are words, and for texts too long to be parsed."""
+    """Compare answer and reference as texts. This comparison is used for references that are words, and for texts too
+    long to be parsed.
+    """
     wanted = _plain(gold)
     if not wanted:
         return Verdict(None, UNPARSEABLE, SKIPPED)
@@ -280,7 +282,7 @@ def _plain(text: str) -> str:
 
 def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
     """Compute ``function(*call)`` for each call in worker processes. If a call takes too long, its process is killed and the
-    result is `TIMED_OUT`. If it raises an error, the result is None.
+    result is `TIMED_OUT`. If a call raises an error, the result is None.
     """
     expired = require("pebble", "math-verify").ProcessExpired
     results: list[Any] = []

@@ -34,8 +34,8 @@ TOKENIZER = (
 
 
 class _RewardModel:
-    """Base class of reward models: a frozen classifier with one label that scores token ids. It raises an error if all
-    scores are equal.
+    """Base class of reward models: a frozen classifier with one label that scores token ids. If all scores are equal,
+    an error is raised.
     """
 
     def __init__(self, model: nn.Module, pad_token_id: int, batch_size: int) -> None:
@@ -105,12 +105,14 @@ class ModelReward(_RewardModel):
     Args:
         model: Folder, hub id, or loaded model with ``num_labels=1``.
         tokenizer: The reward model's tokenizer. None: it is loaded from the model's folder.
-        policy_tokenizer: The policy's tokenizer. It is used for a model that was built in memory and therefore has no folder.
+        policy_tokenizer: The policy's tokenizer. This tokenizer is used for a model that was built in memory and
+            therefore has no folder.
         batch_size: Number of rows per forward pass.
         trust_remote_code: Whether Python code from the repository of the model or its tokenizer may run. Used only if ``model``
             is a string.
         model_init_kwargs: Keyword arguments of ``from_pretrained``. Used only if ``model`` is a string.
-        chat_template_kwargs: Keyword arguments of the chat template. They should be the same as for the policy.
+        chat_template_kwargs: Keyword arguments of the chat template. The arguments should be the same as for the
+            policy.
 
     Raises:
         ModelError: The folder cannot be loaded, or the model does not have exactly one label.
@@ -247,7 +249,7 @@ class TokenReward(_RewardModel):
 
     Args:
         model: Sequence classifier with one label and the same vocabulary as the policy.
-        pad_token_id: Id of padding tokens. They are masked, so the value does not affect the scores.
+        pad_token_id: Id of padding tokens. Padding is masked, so the value does not affect the scores.
         batch_size: Number of responses per forward pass.
     """
 

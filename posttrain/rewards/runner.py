@@ -54,8 +54,8 @@ def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
 
 
 def parse_transform(spec: str | None) -> Transform | None:
-    """Create the transform function for a spec. Its arguments are rewards ``(n,)`` and group numbers ``(n,)``, and it returns
-    the transformed rewards ``(n,)``.
+    """Create the transform function for a spec. The transform maps rewards ``(n,)`` and group numbers ``(n,)`` to
+    transformed rewards ``(n,)``.
 
     A reward of NaN (not scored) stays NaN. The specs are:
 
@@ -235,9 +235,10 @@ class RewardRunner:
     """Runner of the reward functions of a trainer. Invalid results and exceptions of functions are raised as `RewardError`.
 
     A function is called as ``f(prompts=..., completions=..., completion_ids=..., **columns, trainer_state=..., log_extra=...,
-    log_metric=...)``. It returns one number per row, or None for rows that it cannot score. A function without ``**kwargs``
-    gets only the arguments that its signature names. Synchronous functions run first, one after the other, on the calling
-    thread. After them, asynchronous functions and functions with the decorator `parallel` run at the same time.
+    log_metric=...)``. The function returns one number per row, or None for rows that it cannot score. A function
+    without ``**kwargs`` gets only the arguments that its signature names. Synchronous functions run first, one after
+    the other, on the calling thread. After them, asynchronous functions and functions with the decorator `parallel` run
+    at the same time.
 
     Args:
         reward_funcs: A callable, a sequence-classification model (or its id), or a list of them. The list is copied.
@@ -304,7 +305,7 @@ class RewardRunner:
 
     @property
     def weights(self) -> Tensor:
-        """Weights ``(K,)`` float32 of the functions. They can be changed during training."""
+        """Weights ``(K,)`` float32 of the functions. The weights can be changed during training."""
         return self._weights
 
     @weights.setter
@@ -468,11 +469,12 @@ class RewardRunner:
         Args:
             examples: First rows of the training set.
             conversational: Whether completions are messages.
-            evaluation: Evaluation sets with their names. They must also have the columns that the functions need.
+            evaluation: Evaluation sets with their names. Evaluation sets must also have the columns that the functions
+                need.
 
         Raises:
-            RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few values. Or an
-                evaluation set lacks a column that a function needs.
+            RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few
+                values. The error is also raised if an evaluation set lacks a column that a function needs.
         """
         for name, dataset in evaluation:
             columns = known_columns(dataset)

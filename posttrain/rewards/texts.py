@@ -42,8 +42,8 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def _answer(messages: Sequence[Any]) -> Any:
-    """Return the last assistant message that has content. If none has content, return the last assistant message. If there
-    is none, return an empty dict.
+    """Return the last assistant message that has content. If none has content, return the last assistant message. If
+    there is no assistant message, return an empty dict.
     """
     turns = [message for message in messages if message.get("role", "assistant") == "assistant"]
     return next((turn for turn in reversed(turns) if _content(turn).strip()), turns[-1] if turns else {})

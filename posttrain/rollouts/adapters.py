@@ -86,7 +86,7 @@ class AdapterWeights:
     If parameters are sharded, iteration is a collective operation: all ranks must iterate, even if only one rank sends.
 
     Args:
-        model: Model for which `adapter_obstacle` returns None.
+        model: Model with an adapter that can be sent, for which `adapter_obstacle` returns None.
         dtype: Dtype to cast tensors to. None: keep their dtype.
         most: Maximum rank that the engine supports.
 

@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 class Capabilities:
     """Properties of a rollout engine. Trainers decide only from these properties how to use an engine.
 
-    The defaults are safe for an unknown engine. For example, the loss corrects its log-probs by importance sampling.
+    The defaults are safe for an unknown engine. For example, the loss corrects the log-probs of such an engine by
+    importance sampling.
 
     Attributes:
         in_process: Whether the engine runs in the trainer's process.
-        shares_weights: Whether the engine samples from the trained weights themselves. Its log-probs then need no
-            correction.
+        shares_weights: Whether the engine samples from the trained weights themselves. The log-probs of such an engine
+            need no correction.
         needs_weight_sync: Whether the engine has a copy of the weights, so that every new version must be pushed with
             `load_weights`.
         main_process_only: Whether the main process sends the requests of all processes and pushes the weights.
@@ -78,10 +79,11 @@ class RolloutEngine(abc.ABC):
 
     Attributes:
         name: Name of the engine in messages and records.
-        capabilities: See `Capabilities`. It is a class attribute, or a property if it depends on the model or on
-            servers.
+        capabilities: See `Capabilities`. Capabilities are a class attribute, or a property if they depend on the model
+            or on servers.
         version: Version of the weights that were loaded last.
-        tokenizer: Tokenizer for stop strings and structured outputs. If it is None, the trainer sets its own tokenizer.
+        tokenizer: Tokenizer for stop strings and structured outputs. If the engine has no tokenizer, the trainer sets
+            its own.
         folder: Folder to which the engine may write the prompts of a failed call. None: they are not written.
     """
 
@@ -125,8 +127,8 @@ class RolloutEngine(abc.ABC):
         """Mark all copies of the weights as outdated, so that the next push updates all of them."""
 
     def findings(self, model: nn.Module, args: Any) -> list[Finding]:
-        """Return findings about problems that this engine would cause in a run. The main process calls it before the
-        first generation.
+        """Return findings about problems that this engine would cause in a run. The main process calls this method
+        before the first generation.
 
         Args:
             model: Policy.
@@ -202,7 +204,7 @@ def check_followed(
         sampling: Sampling settings of the call.
         engine: Name of the engine for the message.
         unknown: Fields of `Sampling` that the engine does not support. Only their defaults are accepted.
-        own: Fields in which a request's settings may differ from those of the call.
+        own: Fields of `Sampling` in which the settings of a request may differ from those of the call.
         fix: Advice in the error message.
 
     Raises:
@@ -226,8 +228,8 @@ def check_followed(
 
 
 class ScriptedEngine(RolloutEngine):
-    """Engine for tests that returns given completions. They are truncated and get finish reasons like those of a real
-    engine.
+    """Engine for tests that returns given completions. The completions are truncated and get finish reasons as in a
+    real engine.
 
     Args:
         script: A list of completions (lists of token ids), which are returned in turn and start again at the end. Or a
@@ -263,7 +265,9 @@ class ScriptedEngine(RolloutEngine):
         return line
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Return the next scripted completions. Each is truncated after its first stop token and at ``max_new_tokens``."""
+        """Return the next scripted completions. Each completion is truncated after its first stop token and at
+        ``max_new_tokens``.
+        """
         rollouts = []
         for request in requests:
             self.requests.append(request)

@@ -36,7 +36,7 @@ def decoded(
     """Decode completions.
 
     Args:
-        tokenizer: Tokenizer. Its response template, if it has one, defines how messages are parsed.
+        tokenizer: Tokenizer. The tokenizer's response template, if any, defines how messages are parsed.
         rollouts: One rollout per completion.
         conversational: Whether prompts are messages.
 
@@ -147,7 +147,9 @@ class RolloutBatch:
         return rollout.tool_mask or [1] * len(rollout.token_ids)
 
     def _is_untrained(self, index: int, skip_truncated: bool) -> bool:
-        """Return whether all tokens of a completion are excluded from the loss. It is computed without building the mask."""
+        """Return whether all tokens of a completion are excluded from the loss. The result is computed without building
+        the mask.
+        """
         rollout = self.rollouts[index]
         silent = bool(rollout.tool_mask) and not any(rollout.tool_mask or ())
         return silent or self._is_cut(index, rollout, skip_truncated)
@@ -201,8 +203,8 @@ class RolloutBatch:
         Args:
             indices: Indices of completions.
             skip_truncated: Whether truncated completions are excluded from the loss.
-            trained_only: Whether to remove the tokens of sequences that are excluded from the loss. Such a sequence is
-                still counted as a sequence, but the model does not compute it.
+            trained_only: Whether to remove the tokens of sequences that are excluded from the loss. A sequence without
+                tokens is still counted, but the model does not compute it.
         """
         rows: list[Row] = []
         before: Any = None
@@ -281,7 +283,7 @@ class RolloutWindow:
 
     Attributes:
         slices: Rows of each micro-batch. None: before the first generation.
-        step: Number of micro-batches that were taken from these slices so far.
+        step: Number of micro-batches that were taken from ``slices`` so far.
         generations: Number of rollout batches since the beginning of the run. Random seeds depend on it.
         born: Optimizer step at which the rollout batch was sampled.
 
@@ -313,11 +315,11 @@ class RolloutWindow:
         return rows
 
     def mark(self) -> None:
-        """Store the current position. It is called at the beginning of an optimizer step."""
+        """Store the current position. The trainer calls this method at the beginning of an optimizer step."""
         self._marked = self.slices, self.step, self.generations, self.born
 
     def rewind(self) -> None:
-        """Return to the position of the last `mark`. The rollout batch is then generated again after a failure."""
+        """Return to the position of the last `mark`, so that the rollout batch is generated again after a failure."""
         self.slices, self.step, self.generations, self.born = self._marked
 
     def state(self) -> dict[str, Any]:
@@ -340,8 +342,8 @@ class RolloutWindow:
         if state["buffer"] is not None and before != now:
             raise CheckpointError(
                 f"this checkpoint contains rollouts that {before} processes have only partly used for training, but this run has "
-                f"{now}. Fix: resume with {before} processes, or from a checkpoint without such rollouts. There is "
-                "one every steps_per_generation * num_iterations / gradient_accumulation_steps steps."
+                f"{now}. Fix: resume with {before} processes, or from a checkpoint without such rollouts. All "
+                "rollouts are used up every steps_per_generation * num_iterations / gradient_accumulation_steps steps."
             )
         self.step, self.generations, self.born = state["step"], state["generations"], state["born"]
         saved = state["buffer"]
@@ -459,7 +461,9 @@ def _counted_alike(rows: list[Row]) -> list[Row]:
 def _parcels(
     slices: list[list[Row]], plans: list[dict[Place, int] | None], rank: int, ranks: int
 ) -> list[list[tuple[int, Row]]]:
-    """Split this rank's rows by the rank that receives them. The result has one list of ``(slice, part of a row)`` per rank."""
+    """Split this rank's rows by the rank that receives them. Return one list of pairs ``(slice, part of a row)`` per
+    rank.
+    """
     parcels: list[list[tuple[int, Row]]] = [[] for _ in range(ranks)]
     for rows, plan, number in zip(slices, plans, range(len(slices)), strict=True):
         if plan is None:

@@ -81,11 +81,11 @@ class EngineSpec:
     """A rollout engine that a config can select.
 
     Attributes:
-        make: Function that creates an engine on the model's own weights. Its arguments are the model, the pad token id
-            and transformers' ``cache_implementation``. None: the engine has a copy of the weights, to which a trainer
-            pushes new weights (`posttrain.loop.weight_sync`).
-        refuses: Function of a model. It returns None if the engine samples from exactly this model's distribution, else
-            the reason why not.
+        make: Function that creates an engine on the model's own weights. The function's arguments are the model, the
+            pad token id and transformers' ``cache_implementation``. None: the engine has a copy of the weights, to
+            which a trainer pushes new weights (`posttrain.loop.weight_sync`).
+        refuses: Function of a model. The function returns None if the engine samples from exactly this model's
+            distribution, else the reason why it does not.
         vllm_mode: Value of the option ``vllm_mode`` that selects this engine together with ``use_vllm=True``.
         exact: Whether the engine computes log-probs with the exact weights. If False, it rounds the weights, and the
             loss must correct for the difference.
@@ -197,7 +197,7 @@ def complete(
     """Complete prompts with a model. With the default temperature 0, decoding is greedy.
 
     Args:
-        model: A transformers causal language model. Its training mode and settings are not changed.
+        model: A transformers causal language model. The model's training mode and settings are not changed.
         tokenizer: Its tokenizer.
         prompts: Strings, or lists of messages.
         max_new_tokens: Maximum number of tokens of a completion.

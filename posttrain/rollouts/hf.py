@@ -36,7 +36,7 @@ def without_own_settings(model: nn.Module) -> Iterator[None]:
     """Replace the model's generation config by an empty one inside the context.
 
     transformers takes arguments that are None from the checkpoint's generation config. The bans, biases and forced
-    tokens in it would change the sampled distribution.
+    tokens of that config would change the sampled distribution.
     """
     inner: Any = causal_lm(model)
     own, inner.generation_config = inner.generation_config, GenerationConfig()
@@ -50,9 +50,9 @@ class _Shape(LogitsProcessor):
     """Logits processor that changes the distribution in the same way as other engines do: temperature, penalty, rules
     and truncation. It also stores log-probs.
 
-    It stores log-probs before and after these changes. The token of step t is known only in step t + 1, so its log-prob
-    is selected then. The repetition penalty ignores padding before the prompt, which transformers' own penalty would
-    count.
+    The processor stores log-probs before and after these changes. The token of step t is known only in step t + 1, so
+    its log-prob is selected then. The repetition penalty ignores padding before the prompt, which transformers' own
+    penalty would count.
     """
 
     def __init__(self, sampling: Sampling, widths: Sequence[int]) -> None:

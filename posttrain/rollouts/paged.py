@@ -78,8 +78,8 @@ class PagedEngine(RolloutEngine):
 
     Weights are neither copied nor cast. With float32 weights, the engine computes in float32 even if training runs
     under autocast, and without flash attention, which needs half precision. With bfloat16 weights, it computes in
-    bfloat16. If the generation thread ends early or a request fails, an error with these requests is raised, and the
-    call returns no completions. Sampling settings that transformers does not support are rejected.
+    bfloat16. If the generation thread ends early or a request fails, the call returns no completions and raises an
+    error that lists these requests. Sampling settings that transformers does not support are rejected.
 
     Args:
         model: The trained causal language model.
@@ -150,7 +150,7 @@ class PagedEngine(RolloutEngine):
             raise RolloutError(
                 f"transformers' continuous batching lost the completions {lost[:8]} of "
                 f"{len(work)}{'' if not failed else f': {next(iter(failed.values()))}'}. No completion of this call "
-                "is used; see transformers' log. Set rollout_engine='native' to sample without it."
+                "is used; see transformers' log. Set rollout_engine='native' to sample without continuous batching."
             )
         return [self._rollout(prompt, results[number], sampling) for number, (prompt, _) in enumerate(work)]
 

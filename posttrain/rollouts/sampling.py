@@ -153,7 +153,7 @@ SEEDS = 2**62
 
 
 def derived_seed(seed: int | None, index: int) -> int | None:
-    """Return the seed of request ``index`` in a call with ``seed``. It is the same on every server.
+    """Return the seed of request ``index`` in a call with ``seed``. The seed is the same on every server.
 
     Multiplier and increment are those of Knuth's MMIX generator, so that the seeds of consecutive requests are far
     apart. Engines add 1, 2, ... to the seed for further completions of a request.

@@ -42,7 +42,8 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> str:
     for name, tensor in tensors:
         tensor = tensor.detach().cpu().contiguous()
         memory = tensor.untyped_storage().data_ptr()
-        # Copy weights whose memory was already written under another name, as in layers that peft repeats (layer_replication).
+        # Copy weights that share memory with a tensor that was already written, as in layers that peft repeats
+        # (layer_replication).
         whole[name] = tensor.clone() if memory in seen else tensor
         seen.add(memory)
     try:
@@ -58,8 +59,8 @@ def _file_checksum(path: Path) -> str:
 
 
 def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. They use the file's memory, so copy a tensor that is needed longer than
-    the file.
+    """Return the tensors of a safetensors file. The tensors share the memory of the file, so copy a tensor that is
+    needed after the file is closed.
 
     Raises:
         ModelError: The file's checksum is not the announced checksum, or the file is not a safetensors file.
@@ -76,8 +77,8 @@ def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
 
 
 def shared_path(path: str) -> Path:
-    """Check the path of a bucket or an adapter. It must be ``posttrain-*/*.safetensors`` below `shared_root`, or one
-    folder deeper.
+    """Check the path of a bucket or an adapter. The path must be ``posttrain-*/*.safetensors`` below `shared_root`, or
+    one folder deeper.
 
     Raises:
         ConfigError: The path has another form, is a link or not a file, or another user account owns the file or its
@@ -140,7 +141,7 @@ def remove_orphans(root: Path | None = None) -> None:
 
 
 class SharedFolder:
-    """A folder in shared memory that this process owns. It is removed when the last reference to this object is
+    """A folder in shared memory that this process owns. The folder is removed when the last reference to this object is
     deleted.
 
     If the process is killed, another process removes the folder (`remove_orphans`).

@@ -46,8 +46,8 @@ def clean_name(name: str) -> str:
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
     """Yield, for each weight of the base model's checkpoint, its name and a function that computes it.
 
-    The function returns the weight itself. If active adapters change it, the function returns a new tensor with the
-    adapters merged (``W + scale B A`` for LoRA). Tied weights are yielded once, under the name of their source.
+    The function returns the weight itself, or, if active adapters change it, a new tensor with the adapters merged
+    (``W + scale B A`` for LoRA). Tied weights are yielded once, under the name of their source.
 
     Args:
         model: A transformers or peft model, wrapped or not.
@@ -261,16 +261,16 @@ def _delta(layer: Any, name: str) -> Tensor:
     return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 
 
-# Number of versions whose files are kept: the newest, and the version before it, which a worker may still read.
+# Number of versions whose files are kept. A worker may still read the version before the newest.
 VERSIONS_KEPT = 2
 
 
 class SharedWeights:
     """Sends weights to other processes on this machine through files. For each version, it writes a file with the
-    weights. Then it writes ``latest.json`` with the version's number and hash.
+    weights. After that, the object writes ``latest.json`` with the version's number and hash.
 
-    It implements `WeightTransferProtocol`. Generation is not paused, because each worker loads a new version when it
-    needs it.
+    The class implements `WeightTransferProtocol`. Generation is not paused, because each worker loads a new version
+    when it needs it.
 
     Args:
         folder: Folder of the weights. None: a new folder in shared memory if available, else in the temporary folder.
@@ -314,7 +314,7 @@ class SharedWeights:
             path.unlink(missing_ok=True)
             raise WeightSyncError(
                 f"version {version} ({size / 1e6:.0f} MB) could not be written to {self.folder} ({free / 1e6:.0f} MB "
-                f"free): {error}. Free space there.",
+                f"free): {error}. Free space in this folder.",
                 phase="bucket", version=version,
             ) from error  # fmt: skip
         draft = self.folder / "latest.draft"
@@ -379,7 +379,7 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
 
 @torch.no_grad()
 def copy_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy weights into a model. Their names must be exactly the names of the model's parameters.
+    """Copy weights into a model. The names of the weights must be exactly the names of the model's parameters.
 
     Raises:
         ModelError: Names or shapes differ, so the two models have different architectures.
@@ -419,7 +419,7 @@ class Weights:
         adapters: Whether active adapters are merged into the weights. False: the weights are those of the base model.
 
     Attributes:
-        names: Names of all weights. They are available without computing the weights.
+        names: Names of all weights. The names are available without computing the weights.
         nbytes: Number of bytes that the last iteration yielded.
 
     Raises:

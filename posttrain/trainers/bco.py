@@ -41,35 +41,36 @@ class BCOTrainer(PreferenceTrainer):
     The loss of a good answer is ``-logsigmoid(r - delta)``, and that of a bad answer is ``-logsigmoid(-(r - delta))``. The
     reward ``r`` is ``beta`` times the log-ratio of policy and reference.
 
-    delta is the running mean of all rewards so far, including those of the current optimizer step. It is saved with every
-    checkpoint. Evaluation uses delta without changing it. If an optimizer step has one forward pass, this pass updates delta
-    from its own rewards. If it has several passes (accumulation, or rows that do not fit into one pass), additional passes
-    without gradients first compute all rewards of the step. Accumulation therefore changes neither delta nor the gradient.
+    delta is the running mean of all rewards so far, including those of the current optimizer step. delta is saved with
+    every checkpoint. Evaluation uses delta without changing it. If an optimizer step has one forward pass, this pass
+    updates delta from its own rewards. If the step has several passes (accumulation, or rows that do not fit into one
+    pass), additional passes without gradients first compute all rewards of the step. Accumulation therefore changes
+    neither delta nor the gradient.
 
     With ``embedding_func``, bad answers are weighted by how much their prompts resemble the prompts of good answers.
 
     Args:
-        model: Model to train: path, Hub id, model object or peft model.
-        ref_model: Reference model. None: the policy with its initial weights. It is a frozen copy, or, with ``peft_config``,
-            the policy with its adapter disabled.
-        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
-        embedding_func: Function ``f(input_ids, attention_mask)`` that computes embeddings of tokenized prompts. They determine
-            the weights of bad answers.
+        model: Model to train, as a path, Hub id, model object or peft model.
+        ref_model: Reference model. If None, it is the policy with its initial weights: a frozen copy, or, with
+            ``peft_config``, the policy with its adapter disabled.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
+        embedding_func: Function ``f(input_ids, attention_mask)`` that computes embeddings of tokenized prompts. The
+            embeddings determine the weights of bad answers.
         embedding_tokenizer: Tokenizer for ``embedding_func``. Both must be set together.
-        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
+        data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``prompt``, ``completion`` and ``label`` (True for a good answer), or with pairs.
-        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
-        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
+        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
@@ -168,7 +169,7 @@ def with_delta(
         inputs: Items of the loader.
         micro_batches: Their batches.
         mode: ``train`` or ``eval``.
-        prepare: Adds the reference's log-probs, see `Hooks.prepare`.
+        prepare: Function that adds the reference's log-probs, see `Hooks.prepare`.
     """
     micro_batches = prepare(run, inputs, micro_batches, mode)
     if mode == "train":

@@ -112,26 +112,27 @@ class DistillationTrainer(OnlineTrainer):
     divergence and the teacher.
 
     Args:
-        model: Student to train: path, Hub id, model object or peft model.
-        teacher_model: Teacher: path, Hub id or model, or several by name. With several, the column ``teacher_id``
-            selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the teacher is set in
-            ``args``.
-        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
+        model: Student to train, as a path, Hub id, model object or peft model.
+        teacher_model: Teacher as a path, Hub id or model object, or a mapping from names to teachers. With several
+            teachers, the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them.
+            If None, ``args`` sets the teacher.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
-        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
-        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
+        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+            id.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         tools: Not supported. It must be None. To train with tools, use `GRPOTrainer`.
-        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
-            a model that was built in memory, the student's tokenizer is assumed.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
         reward_funcs: Not supported. It must be None. Among the distillation methods, only MiniLLM and SDPO use rewards.
         formatting_func: Not supported. It must be None. Use ``dataset.map`` to create the columns ``prompt`` and ``completion``
             instead.
-        rollout_engine: Engine object that samples completions. None: the engine ``args.rollout_engine`` is created.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         data_collator: Not supported. It must be None, because batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
@@ -483,7 +484,9 @@ class DistillationTrainer(OnlineTrainer):
     # Data --------------------------------------------------------------------------------------------------------
 
     def make_prompt_source(self) -> PromptSource:
-        """Create the prompt source. It keeps all columns, because answers and privileged context are needed later."""
+        """Create the prompt source. The source keeps all columns, because answers and privileged context are needed
+        later.
+        """
         source = super().make_prompt_source()
         source.drops_columns = False
         return source
@@ -537,7 +540,7 @@ class DistillationTrainer(OnlineTrainer):
         self.columns = len(self.processing_class)
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert dataset answers to rows. Without answers, completions are sampled later."""
+        """Convert dataset answers to rows. If the dataset has no answers, completions are sampled later."""
         if not examples or "completion_ids" not in examples[0]:
             raise NotImplementedError
         ids = [(list(example["prompt_ids"]), list(example["completion_ids"])) for example in examples]
@@ -717,8 +720,8 @@ class DistillationTrainer(OnlineTrainer):
         return privileged_prompt(example, template, shown, self.processing_class, most=most, kwargs=kwargs)
 
     def make_reference(self) -> Reference | None:
-        """Create a reference only if the loss has a GRPO term. Without it, ``beta`` is the parameter of the divergence and
-        not the weight of a KL penalty.
+        """Create a reference only if the loss has a GRPO term. Without such a term, ``beta`` is the parameter of the
+        divergence and not the weight of a KL penalty.
         """
         return super().make_reference() if self.method.takes_rewards else None
 
@@ -736,9 +739,9 @@ class DistillationTrainer(OnlineTrainer):
     ) -> Tensor:
         """Compute the divergence from logits, with TRL's name and arguments.
 
-        An override in a subclass replaces the divergence of the loss. It is called with the logits and labels of the
-        loss tokens, and must return the mean over these tokens. Without an override the loss is computed in chunks and
-        does not call this method.
+        An override in a subclass replaces the divergence of the loss. The override is called with the logits and labels
+        of the loss tokens, and must return the mean over these tokens. Without an override the loss is computed in
+        chunks and does not call this method.
 
         Args:
             student_logits: ``(B, T, V)``.

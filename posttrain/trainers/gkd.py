@@ -28,31 +28,32 @@ class GKDTrainer(DistillationTrainer):
     teacher).
 
     Args:
-        model: Student to train: path, Hub id, model object or peft model.
-        teacher_model: Teacher: path, Hub id or model, or several by name. With several, the column ``teacher_id``
-            selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the teacher is set in
-            ``args``.
-        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
+        model: Student to train, as a path, Hub id, model object or peft model.
+        teacher_model: Teacher as a path, Hub id or model object, or a mapping from names to teachers. With several
+            teachers, the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them.
+            If None, ``args`` sets the teacher.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         data_collator: Not supported. It must be None, because batches are built after completions are sampled.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
-        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
-        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
+        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+            id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         formatting_func: Not supported. It must be None. Use ``dataset.map`` to create the columns ``prompt`` and ``completion``
             instead.
-        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
-            a model that was built in memory, the student's tokenizer is assumed.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
         reward_funcs: Not supported. It must be None. Among the distillation methods, only MiniLLM and SDPO use rewards.
         reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.
         quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         tools: Not supported. It must be None. To train with tools, use `GRPOTrainer`.
-        rollout_engine: Engine object that samples completions. None: the engine ``args.rollout_engine`` is created.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.

@@ -42,24 +42,24 @@ class KTOTrainer(PreferenceTrainer):
     and one bad answer.
 
     The baseline z0 is the mean log-ratio of mismatched prompts and answers, i.e. of prompts with the answers to other prompts
-    of the batch. It is averaged over the optimizer step and all ranks, is at least 0 and has no gradient. The column
-    ``KL_completion_ids`` can set the mismatched answer of each row. ``precompute_ref_log_probs`` adds this column, and columns
-    with the reference's log-probs of the answer and of the mismatched answer.
+    of the batch. z0 is averaged over the optimizer step and all ranks, is at least 0 and has no gradient. The column
+    ``KL_completion_ids`` can set the mismatched answer of each row. ``precompute_ref_log_probs`` adds this column, and
+    columns with the reference's log-probs of the answer and of the mismatched answer.
 
     Args:
-        model: Model to train: path, Hub id, model object or peft model.
-        ref_model: Reference model. None: the policy with its initial weights. It is a frozen copy, or, with ``peft_config``,
-            the policy with its adapter disabled.
-        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
-        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
+        model: Model to train, as a path, Hub id, model object or peft model.
+        ref_model: Reference model. If None, it is the policy with its initial weights: a frozen copy, or, with
+            ``peft_config``, the policy with its adapter disabled.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
+        data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``prompt``, ``completion`` and ``label`` (True for a good answer), or with pairs.
-        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
-        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
+        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
@@ -197,8 +197,8 @@ def with_baseline(
         inputs: Judged and mismatched batches of each micro-batch.
         micro_batches: The judged batches.
         mode: ``train`` or ``eval``.
-        prepare: Adds the reference's log-probs, see `Hooks.prepare`.
-        refer: Adds the reference's log-probs to one batch.
+        prepare: Function that adds the reference's log-probs, see `Hooks.prepare`.
+        refer: Function that adds the reference's log-probs to one batch.
     """
     micro_batches = prepare(run, inputs, micro_batches, mode)
     mismatched = [batch for _, others in inputs for batch in others]

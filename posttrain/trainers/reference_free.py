@@ -28,18 +28,18 @@ class CPOTrainer(PreferenceTrainer):
     policy's log-likelihood. See `CPO`.
 
     Args:
-        model: Model to train: path, Hub id, model object or peft model.
-        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
-        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
+        model: Model to train, as a path, Hub id, model object or peft model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
+        data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``chosen`` and ``rejected``, and optionally ``prompt``.
-        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
-        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
+        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
@@ -92,18 +92,18 @@ class ORPOTrainer(PreferenceTrainer):
     """Trainer of ORPO: supervised fine-tuning on chosen answers with an odds-ratio penalty on rejected answers. See `ORPO`.
 
     Args:
-        model: Model to train: path, Hub id, model object or peft model.
-        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
-        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
+        model: Model to train, as a path, Hub id, model object or peft model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
+        data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``chosen`` and ``rejected``, and optionally ``prompt``.
-        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
-        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
+        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
@@ -161,16 +161,16 @@ class TPOTrainer(PreferenceTrainer):
         gold answer (column ``reference``). See `TPO`.
 
     Args:
-        model: Model to train: path, Hub id, model object or peft model.
-        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
-        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
+        model: Model to train, as a path, Hub id, model object or peft model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
+        data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``prompt``, ``chosen``, ``rejected`` and the gold answer ``reference``.
-        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
-        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
+        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.

@@ -35,20 +35,20 @@ class RLOOTrainer(OnlineTrainer):
     The KL penalty is subtracted from the reward. It is not a term of the loss.
 
     Args:
-        model: Model to train: path, Hub id, model object or peft model.
+        model: Model to train, as a path, Hub id, model object or peft model.
         reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
             or Hub id of a reward model, or a list of these.
-        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read.
-        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
-        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
+        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
         reward_processing_classes: Tokenizer of the reward model, or a list of tokenizers if there are several reward models.
-            None: they are loaded together with the reward models.
+            If None, they are loaded together with the reward models.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
-        peft_config: Config of a new adapter to train. None: no new adapter.
-        rollout_engine: Engine object that samples completions. None: the engine ``args.rollout_engine`` is created.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         data_collator: Not supported. It must be None, because batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.

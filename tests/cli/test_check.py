@@ -340,7 +340,7 @@ EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "2")
                 "--save_strategy",
                 "best",
             ),
-            "metric_for_best_model='eval_accuracy': the evaluation has no such metric. The most similar ones are ['eval_",
+            "metric_for_best_model='eval_accuracy': the evaluation has no such metric. The most similar metrics are ['eval_",
         ),
         ("sft", ("--accelerate_config", "zero2", "--num_processes", "1"), "a launch with DeepSpeed needs the package"),
         ("sft", ("--accelerate_config", "fsdp2", "--num_processes", "2"), "accelerate uses MULTI_CPU on 'cpu'"),

@@ -298,6 +298,6 @@ def test_an_argument_that_a_trainer_has_not_is_told_with_where_it_belongs(tmp_pa
 def test_a_metric_that_no_evaluation_has_is_told_with_those_it_has(tmp_path, tiny_tokenizer):
     settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "losss"}
     with pytest.raises(
-        ConfigError, match=r"'losss': the evaluation has no such metric. The most similar ones are \['eval_loss'"
+        ConfigError, match=r"'losss': the evaluation has no such metric. The most similar metrics are \['eval_loss'"
     ):
         sft(tmp_path, tiny_tokenizer, eval_dataset=chats(4), max_steps=2, **settings).train()

@@ -85,7 +85,7 @@ class _Body(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings at which a completion ends. The text of the completion ends before the first of them."""
+        """Strings at which a completion ends. The text of the completion ends before the first stop string."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -158,7 +158,7 @@ class Policy:
         model: Model name that every call must contain.
         template_kwargs: Arguments of the chat template.
         unsupported: Fields of `Sampling` that the engine does not support.
-        overrides: What happens to a call with other sampling settings than the run's. True: it is sampled with the
+        overrides: How to treat a call whose sampling settings differ from the run's. True: the call is sampled with the
             run's settings. False: it is rejected.
         call_timeout: Maximum number of seconds that a call waits for its completion.
         max_calls: Maximum number of sampled calls per session. None: no limit.
@@ -190,7 +190,9 @@ class Policy:
 
     @property
     def most_bytes(self) -> int:
-        """Maximum size of a request body in bytes. It is several times the size of a prompt that fills the context."""
+        """Maximum size of a request body in bytes. The limit is several times the size of a prompt that fills the
+        context.
+        """
         return MOST_BYTES if self.context is None else max(LEAST_BYTES, BYTES_PER_TOKEN * self.context)
 
     # Prompts -------------------------------------------------------------------------------------------------------------
@@ -520,7 +522,7 @@ class Answer:
     Args:
         policy: The model and its limits.
         call: The sampled call.
-        key: Key of the call's session. Ids in the response are derived from it.
+        key: Key of the call's session, from which ids in the response are derived.
         body: Request body.
     """
 
@@ -587,7 +589,7 @@ class Answer:
         return {"content": [_token(t, v) | {"top_logprobs": top} for t, v, top in pairs], "refusal": None}
 
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """Yield the response as the chunks of a stream. They are created after the whole completion is finished."""
+        """Yield the response as the chunks of a stream. The chunks are created after the whole completion is finished."""
         for index, rollout, answer in self._each():
             yield from self._chat_chunks(index, rollout, answer) if self.is_chat else self._text_chunks(index, rollout)
         if self.body.includes_usage:

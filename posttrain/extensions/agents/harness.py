@@ -60,16 +60,16 @@ class Harness:
 
     Args:
         run: A function or a command. A function ``f(task, base_url, api_key) -> result`` can be synchronous or
-            asynchronous. If it has the parameters ``model`` or ``seed``, it receives them too. ``seed`` is the same for
-            all episodes of a group. A command receives ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` as
-            environment variables, and the row as JSON on its standard input. A row below 100,000 characters is also in
-            the variable ``POSTTRAIN_TASK``. The last line of the command's output is the result, as JSON or text.
+            asynchronous. A function with the parameters ``model`` or ``seed`` receives them too. ``seed`` is the same
+            for all episodes of a group. A command receives ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``
+            as environment variables, and the row as JSON on its standard input. A row below 100,000 characters is also
+            in the variable ``POSTTRAIN_TASK``. The last line of the command's output is the result, as JSON or text.
         credit: Function ``f(session) -> [number]`` that returns, for each branch of ``session.branches()``, a factor by
             which the episode's advantage is multiplied. None: all factors are 1.
         trains: Function ``f(call) -> bool`` that returns whether the tokens of a call contribute to the loss. Tokens of
             all other calls are only context. None: all calls contribute.
-        requires: Whether an episode that returns None counts as failed. It is always True if `harness_reward` is a
-            reward function.
+        requires: Whether an episode that returns None counts as failed. If `harness_reward` is a reward function, an
+            episode that returns None always counts as failed.
         close: Function that is called when training ends, also after an error.
         keeps: Function ``f(calls) -> calls`` that selects the answered calls that belong to the agent. All other calls
             are only context. None: all calls belong to the agent.
@@ -136,7 +136,9 @@ class _Replay(Harness):
         raise NotImplementedError("a recorded episode does not call the harness")
 
     def next(self, row: Mapping[str, Any]) -> HarnessEpisode:
-        """Return the next recorded episode for a row. After the last episode of this row, start again with its first."""
+        """Return the next recorded episode for a row. After the last episode of this row, the first one is returned
+        again.
+        """
         recorded = self.waiting.get(_task_key(row))
         if not recorded:
             raise DataError(
@@ -182,7 +184,7 @@ def _number(result: Any) -> float:
 
 
 def _recorded(result: object) -> object:
-    """Convert a result to JSON. If it is not JSON, use its reward, or None if it has no reward."""
+    """Convert a result to JSON. A result that is not JSON is replaced by its reward, or by None if it has no reward."""
     if result is None or isinstance(result, str | int | float | Mapping | list | tuple):
         return result
     with contextlib.suppress(RewardError):
@@ -209,7 +211,7 @@ class HarnessEpisode:
 
 @dataclass
 class HarnessOptions:
-    """Options of a `HarnessRunner`. They are a picklable copy of the config fields in `HarnessFields`."""
+    """Options of a `HarnessRunner`. The options are a picklable copy of the config fields in `HarnessFields`."""
 
     limit: int = 16
     timeout: float | None = 600.0
@@ -246,8 +248,8 @@ class HarnessOptions:
 
 
 class HarnessRunner:
-    """Runs one episode of a harness per row. Episodes run concurrently in threads. Their calls are answered on the
-    thread that calls `run`, which owns the engine.
+    """Runs one episode of a harness per row. Episodes run concurrently in threads. The calls of episodes are answered
+    on the thread that calls `run`, which owns the engine.
 
     Args:
         harness: The harness, in any form that trainers accept.
@@ -286,10 +288,11 @@ class HarnessRunner:
             seeds: Seed of each episode. Episodes with equal seeds still sample differently, because the position of the
                 row among the rows of all processes is used too.
             policy: The model that answers the calls, and the limits of calls.
-            sample: Function that runs the engine. It is called on this thread, equally often in every process.
+            sample: Function that runs the engine. The function is called on this thread, equally often in every
+                process.
             per_request: See `CallQueue.answer`.
-            any_process: Function that receives whether this process has unfinished episodes. It returns whether any
-                process has unfinished episodes.
+            any_process: Function that receives whether this process has unfinished episodes, and returns whether
+                any process has unfinished episodes.
             everyone: Function that gathers the rows of all processes. None: there is only one process.
             place: Position of this process's first row among the rows of all processes.
 
@@ -510,8 +513,8 @@ class HarnessRollouts:
     """Rollouts that were made from episodes, with one entry per episode.
 
     Attributes:
-        rollouts: First branch of each episode as a rollout. Further branches are in its ``branches``. An excluded
-            episode has no tokens.
+        rollouts: First branch of each episode as a rollout. All further branches are in ``Rollout.branches``. An
+            excluded episode has no tokens.
         completions: Messages of each episode, for reward functions.
         extra: Additional columns for reward functions: ``harness_result``, ``harness_error`` and ``session``.
         metrics: Metrics to log.
@@ -594,7 +597,7 @@ def _kept(session: Session, harness: Harness) -> set[int] | None:
 
 
 def _filtered(calls: Sequence[tuple[int, int]], rollout: Rollout, session: Session, kept: set[int]) -> list[int]:
-    """Return the loss mask of a branch. It is 0 for tokens of calls that are not in ``kept``."""
+    """Return the loss mask of a branch. The mask is 0 for tokens of calls that are not in ``kept``."""
     mask = list(rollout.tool_mask or [1] * len(rollout.token_ids))
     for number, choice in calls:
         call = session.calls[number]
@@ -633,7 +636,7 @@ def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Har
     Args:
         worker: The trainer's argument ``rollout_worker``.
         harness: The trainer's argument ``harness``.
-        reward_funcs: Reward functions. If it is None and there is a harness, `harness_reward` is used.
+        reward_funcs: Reward functions. If there is a harness and ``reward_funcs`` is None, `harness_reward` is used.
 
     Returns:
         The worker, the harness, and the reward functions.

@@ -105,8 +105,8 @@ class CallQueue:
         """Complete all waiting calls with as few engine calls as possible.
 
         Args:
-            sample: Function that runs the engine. It is called even if no call is waiting, because it can be a
-                collective operation.
+            sample: Function that runs the engine. The function is called even if no call is waiting, because sampling
+                can be a collective operation.
             per_request: Whether requests can have their own sampling settings.
             seed: Seed of the engine call, for engines whose requests cannot have their own settings.
 
@@ -151,7 +151,8 @@ class CaptureProxy:
 
     A call is assigned to a session by its API key (``Authorization: Bearer KEY``) or by its path
     (``/sessions/KEY/v1``). The prompt is rendered with the run's chat template, and the run's engine samples the
-    completion. Its token ids, log-probs and version of the weights are recorded. The response is in OpenAI's format.
+    completion. The token ids, the log-probs and the version of the weights are recorded. The response is in OpenAI's
+    format.
 
     Calls are handled as follows:
 
@@ -435,8 +436,8 @@ class CaptureProxy:
         )
 
     def _late(self, session: Session, call: CapturedCall, done: Future[list[Rollout]]) -> None:
-        """Store completions that arrived after a disconnection or a timeout. Their tokens are counted, and a retry can
-        use them.
+        """Store completions that arrived after a disconnection or a timeout. The tokens of late completions are
+        counted, and a retry can use them.
         """
         self._sampling.pop((session.key, call.number), None)
         if not done.cancelled() and done.exception() is None and not call.completions:
@@ -513,7 +514,9 @@ async def _refusal(_: Request, error: CallError) -> JSONResponse:
 
 
 async def _other_refusal(request: Request, error: HTTPException) -> JSONResponse:
-    """Return an error in OpenAI's format for an unknown path, a wrong HTTP method, or a body that is too large."""
+    """Return an error response in OpenAI's format for an unknown path, a wrong HTTP method, or a body that is too
+    large.
+    """
     message, code = str(error.detail), None
     if error.status_code in (404, 405):
         message = f"Unknown request URL: {request.method} {request.url.path}. Fix: use a base_url that ends with /v1."

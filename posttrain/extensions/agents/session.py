@@ -27,12 +27,12 @@ class CapturedCall:
 
     Attributes:
         number: Number of the call in its session.
-        prompt_ids: Token ids of the prompt. If the prompt continues a completion, they begin with the ids of this
-            completion and of its prompt.
-        text: Rendered prompt. Empty if the prompt was sent as token ids.
+        prompt_ids: Token ids of the prompt. If the prompt continues a completion, the ids begin with those of the
+            earlier prompt and its completion.
+        text: Rendered prompt. The text is empty if the prompt was sent as token ids.
         parent: The completion that the prompt continues, as call number and choice index. None: it continues no
             completion.
-        messages: Messages of the request. Empty if the prompt is plain text or token ids.
+        messages: Messages of the request. The list is empty if the prompt is plain text or token ids.
         tools: Schemas of the tools.
         completions: Sampled completions, one per choice.
         answers: Completions as messages, with parsed tool calls.
@@ -69,8 +69,9 @@ class Counts:
     Attributes:
         received: Calls that arrived with the key of the session.
         answered: Calls whose response was sent.
-        retried: Retries, which got the response of an earlier call.
-        cancelled: Calls whose client disconnected before the response. They are excluded from the loss.
+        retried: Calls that were retries and got the response of an earlier call.
+        cancelled: Calls whose client disconnected before the response. The tokens of canceled calls are excluded from
+            the loss.
         refused: Invalid calls, which were not sampled.
         failed: Calls for which the engine raised an error, or that timed out.
         tokens: Number of sampled tokens, including tokens of canceled calls.
@@ -204,8 +205,8 @@ class Session:
         return replace(rollouts[0], branches=tuple(rollouts[1:]))
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the messages for reward functions: those of the branch with the last answered call, from the branch's
-        first answer on, including tool results.
+        """Return the messages for reward functions. The messages come from the branch with the last answered call,
+        start at its first answer, and include tool results.
         """
         last = next((call for call in reversed(self.calls) if call.state == "answered"), None)
         if last is None:
@@ -247,7 +248,7 @@ class Session:
         """
         if content.get("format") != FORMAT:
             raise DataError(
-                f"{where}: format={content.get('format')!r}, but this version reads format {FORMAT}. Fix: record it again."
+                f"{where}: format={content.get('format')!r}, but this version reads format {FORMAT}. Fix: record a new file."
             )
         try:
             session = cls(content["key"], content["seed"])
@@ -258,7 +259,7 @@ class Session:
                 session.calls.append(CapturedCall(**{**call, "completions": completions, "parent": parent}))
         except (KeyError, TypeError, IndexError) as error:
             raise DataError(
-                f"{where}: the line is not a recorded session ({type(error).__name__}: {error}). Fix: record it again."
+                f"{where}: the line is not a recorded session ({type(error).__name__}: {error}). Fix: record a new file."
             ) from error
         session.closed = True
         return session
@@ -290,7 +291,8 @@ class Recorded:
     Attributes:
         task: Dataset row that the harness received.
         session: Calls of the harness.
-        result: Return value of the harness. None if the episode failed, or if the value cannot be written as JSON.
+        result: Return value of the harness. The result is None if the episode failed, or if the value cannot be written
+            as JSON.
         error: Error message, or None.
     """
 
@@ -332,11 +334,11 @@ def read_sessions(path: str | Path) -> Iterator[Recorded]:
             content = json.loads(line)
         except ValueError as error:
             raise DataError(
-                f"{where}: the line is not valid JSON ({error}). Fix: remove the line, or record again."
+                f"{where}: the line is not valid JSON ({error}). Fix: remove the line, or record a new file."
             ) from error
         if not isinstance(content, dict):
             raise DataError(
-                f"{where}: the line is not a recorded session but {type(content).__name__}. Fix: record it again."
+                f"{where}: the line is not a recorded session but {type(content).__name__}. Fix: record a new file."
             )
         session = Session.of(content, where)
         yield Recorded(content.get("task") or {}, session, content.get("result"), content.get("error"))

@@ -22,7 +22,7 @@ MOST_TURNS = 8
 
 
 def has_tool_call(call: CapturedCall) -> bool:
-    """Return whether the model called a tool in this call. It can be passed as ``train_turn_fn``."""
+    """Return whether the model called a tool in this call. This function can be passed as ``train_turn_fn``."""
     return any(answer.get("tool_calls") for answer in call.answers)
 
 
@@ -32,8 +32,8 @@ class HarnessRolloutOutcome:
 
     Attributes:
         env_reward: Reward from the session's ``verify``, or None.
-        completion: Messages of a white-box session (run by ``harness_adapter``). Empty for a black-box session (the
-            agent runs its own loop).
+        completion: Messages of a white-box session, which ``harness_adapter`` runs. The list is empty for a black-box
+            session, in which the agent runs its own loop.
         trace: Events that the session recorded.
         tool_call_count, tool_failure_count: Number of tool calls, and of failed tool calls, in a white-box session.
         tool_calls_by_name: Number of tool calls for each tool.
@@ -66,8 +66,8 @@ class HarnessRolloutWorker(Harness):
         agent_turn_fn: Function ``f(calls) -> calls`` that selects the calls of the agent. None: all answered calls.
         max_turns: Maximum number of turns of a white-box session.
         timeout: Argument of ``wait_for_completion``, in seconds. None: the session's default.
-        worker_kwargs: Other arguments of TRL's worker. They raise an error, because the trainer's config contains these
-            options.
+        worker_kwargs: Other arguments of TRL's worker. Passing any of them raises an error, because the trainer's
+            config contains these options.
 
     Raises:
         ConfigError: ``worker_kwargs`` were passed.

@@ -109,7 +109,7 @@ def to_console(path: str | Path, *, show: int = 8, console: Console | None = Non
 
 
 def as_tree(episode: Recorded, title: str) -> Tree:
-    """Build the tree of an episode. It has a node per branch, which contains a node per turn."""
+    """Build the tree of an episode. The tree has one node per branch, and each of them has one node per turn."""
     episode_nodes = episode_tree(episode.session)
     end = (
         f"failed: {episode.error}"

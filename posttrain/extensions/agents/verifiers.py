@@ -33,9 +33,9 @@ def verifiers_environment(
     Args:
         environment: Id of an installed environment, its config (a mapping or ``EnvConfig``), or an ``Env``.
         tasks: Number of tasks. None: all tasks, or 10,000 tasks of an environment whose tasks never end.
-        runtime: Runtime of the agent's program. None: the runtime in the environment's config. It cannot be set if
-            ``environment`` is an ``Env``.
-        config: Additional fields of the config. They are only allowed if ``environment`` is an id.
+        runtime: Runtime of the agent's program. None: the runtime in the environment's config. ``runtime`` cannot be
+            set if ``environment`` is an ``Env``.
+        config: Additional fields of the config. Additional fields are only allowed if ``environment`` is an id.
 
     Returns:
         A dataset with the columns ``prompt`` and ``task`` (index), and the harness: ``GRPOTrainer(model,

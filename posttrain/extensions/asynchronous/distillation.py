@@ -71,27 +71,28 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
     rollout as soon as it arrives; a teacher model in the trainer's process scores it during training.
 
     Args:
-        model: Student to train: path, Hub id, model object or peft model.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        model: Student to train, as a path, Hub id, model object or peft model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``. With several teachers, it also needs ``teacher_id``, unless
             ``teacher_weights`` mixes the teachers.
-        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+            id.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         rollout_worker: Worker that samples rollouts instead of the trainer's own worker processes, see
             `RolloutWorkerProtocol`.
         weight_transfer: Object that sends weights to ``rollout_worker``, see `WeightTransferProtocol`.
         teacher_model: Teacher as in `DistillationTrainer`. Only used if ``args`` has no teacher server.
-        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
-            a model that was built in memory, the student's tokenizer is assumed.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        engine_factory: Picklable function that creates the engine of a worker. None: created from
-            ``args.worker_engine``.
-        rollout_engine: Engine object for evaluation in the trainer's process. None: created from
-            ``args.rollout_engine``.
+        engine_factory: Picklable function that creates the engine of a worker. If None, ``args.worker_engine`` selects
+            the engine.
+        rollout_engine: Engine object for evaluation in the trainer's process. If None, ``args.rollout_engine`` selects
+            the engine.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.

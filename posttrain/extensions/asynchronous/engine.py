@@ -52,7 +52,7 @@ class EngineRecipe:
 
 
 class WorkerEngine:
-    """The engine of a worker. It loads newer weights when they are needed.
+    """The engine of a worker. Newer weights are loaded when they are needed.
 
     Args:
         spec: Description of the engine.
@@ -129,8 +129,8 @@ class PartialCompletion:
         index: Index of this completion among all completions of the engine call.
         token_ids: Tokens so far.
         logp: Log-probs, one per token.
-        processed_logp: Log-probs of the tokens under the distribution after truncation, if that differs from
-            ``logp``'s.
+        processed_logp: Log-probs of the tokens after truncation. If the engine does not return them, they equal
+            ``logp``.
         top_logps: Most likely tokens at each position and their log-probs, if requested.
         spans: Versions of the weights that sampled the tokens, as (version, number of consecutive tokens).
         finish_reason: None while it is in progress.
@@ -184,8 +184,8 @@ class PartialCompletion:
             self.finish_reason = "length"
 
     def rollout(self) -> Rollout:
-        """Return the finished completion. Its ``version`` is the version of the weights that sampled its first
-        token.
+        """Return the finished completion. The rollout's ``version`` is the version of the weights that sampled its
+        first token.
         """
         assert self.finish_reason is not None
         oldest = min((version for version, _ in self.spans), default=0)
@@ -253,8 +253,8 @@ class ResumableGenerator:
 
 
 def _shared(completion: PartialCompletion) -> tuple[bool, tuple[Any, ...] | int]:
-    """Return a key by which completions are grouped into requests. Completions that have no tokens yet share the key of
-    their prompt. Every other completion has a unique key, because it continues its own tokens.
+    """Return a key by which completions are grouped into requests. All completions of a prompt that have no tokens yet
+    share one key. Every other completion has a unique key, because it continues its own tokens.
     """
     if completion.token_ids:
         return False, id(completion)

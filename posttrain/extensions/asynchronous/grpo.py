@@ -38,31 +38,31 @@ class AsyncGRPOTrainer(AsyncTrainer):
     between the weights.
 
     Args:
-        model: Model to train: path, Hub id, model object or peft model.
-        reward_funcs: Reward functions as in `GRPOTrainer`. They run in the workers, so they must be defined at the top
-            level of a module.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. None: the prompts
-            come from ``environment_factory``.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        model: Model to train, as a path, Hub id, model object or peft model.
+        reward_funcs: Reward functions as in `GRPOTrainer`. Reward functions run in the workers, so they must be defined
+            at the top level of a module.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
+        train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. If None, the
+            prompts come from ``environment_factory``.
+        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        peft_config: Config of a new adapter to train. None: no new adapter.
-        tools: Python functions that the model may call. Each needs type hints and a docstring.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
+        tools: Python functions that the model may call. Each function needs type hints and a docstring.
         environment_factory: Function that creates an environment for each completion, or a mapping from names to such
             functions. With a mapping, the dataset column ``environment`` selects the function.
         rollout_worker: Worker that samples rollouts instead of the trainer's own worker processes, see
             `RolloutWorkerProtocol`; or a `HarnessRolloutWorker`, which runs an agent.
         weight_transfer: Object that sends weights to ``rollout_worker``, see `WeightTransferProtocol`.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
-            models.
-        engine_factory: Picklable function that creates the engine of a worker. None: created from
-            ``args.worker_engine``.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. If None, they are loaded
+            together with the reward models.
+        engine_factory: Picklable function that creates the engine of a worker. If None, ``args.worker_engine`` selects
+            the engine.
         rollout_func: Not supported, must be None. Pass ``rollout_worker`` instead.
-        harness: Your own agent code, run against an OpenAI-compatible endpoint of the model. See `Harness`.
-        rollout_engine: Engine object for evaluation in the trainer's process. None: created from
-            ``args.rollout_engine``.
+        harness: Agent code of the user, which calls an OpenAI-compatible endpoint of the model. See `Harness`.
+        rollout_engine: Engine object for evaluation in the trainer's process. If None, ``args.rollout_engine`` selects
+            the engine.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
@@ -124,7 +124,7 @@ class AsyncGRPOTrainer(AsyncTrainer):
             warn_of_reward_models(reward_funcs)
         if rollout_func is not None:
             raise ConfigError(
-                "rollout_func runs in the trainer, but workers sample the rollouts here. Pass rollout_worker instead."
+                "rollout_func runs in the trainer, but asynchronous GRPO samples in workers. Pass rollout_worker."
             )
         # Tools and environments may return images after the prompt, but samples support images only in the prompt.
         self._prompt_images = not (tools or environment_factory)

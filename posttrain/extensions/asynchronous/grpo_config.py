@@ -283,8 +283,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     def check_vllm_settings(self) -> None:
         """Raise an error if vLLM is requested in the trainer's process. The trainer's engine is used only for evaluation."""
         raise ConfigError(
-            "use_vllm=True: workers sample the rollouts. Fix: set worker_engine='server' with the address of a vLLM "
-            "server."
+            "use_vllm=True is not supported, because workers sample the rollouts. Fix: set worker_engine='server' "
+            "with the address of a vLLM server."
         )
 
     @property

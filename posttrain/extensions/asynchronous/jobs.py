@@ -327,7 +327,7 @@ def score_group(
         tokenizer: Tokenizer that decodes the ends of prompts, for format rewards.
         method: Method that computes advantages, as in the trainer.
         mask_truncated: Whether to exclude truncated completions.
-        truncation: Truncation of the sampled distribution. Log-probs must be from after this truncation.
+        truncation: Truncation of the sampled distribution. Log-probs must be those of the truncated distribution.
 
     Raises:
         RewardError: A function raised an error or returned an invalid reward.
@@ -457,8 +457,8 @@ class RolloutWorkerLoop:
             threading.Thread(target=self._interrupter, daemon=True, name="interrupter").start()
 
     def refresh(self) -> None:
-        """Load the newest weights if the engine does not have them yet. It runs between engine calls and also reports
-        progress.
+        """Load the newest weights if the engine does not have them yet. This method runs between engine calls and also
+        reports progress.
         """
         self.link.progress()
         with self._loading:
@@ -495,7 +495,7 @@ class RolloutWorkerLoop:
                 self.link.wait(REST_S)
 
     def _admit(self) -> list[GroupTask]:
-        """Return the tasks to begin now: as many as there are slots, and at least one if nothing is in progress."""
+        """Return the tasks to begin now: as many as the free slots allow, and at least one if nothing is in progress."""
         taken: list[GroupTask] = []
         busy = sum(len(group.completions) for group in self.active)
         # A task that requires newer weights starts only after they are loaded, so that its rollouts have the correct version.

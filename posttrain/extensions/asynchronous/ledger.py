@@ -161,11 +161,11 @@ class FailureBudget:
 
 
 class DropWatch:
-    """Warns if too many rollouts are discarded because they are too old. If this continues, it halves the limit of
-    rollouts in flight.
+    """Warns if too many rollouts are discarded because they are too old. If this happens in several consecutive
+    windows, the limit of rollouts in flight is halved.
 
     Args:
-        max_staleness: Value of the option of this name, which the warning shows.
+        max_staleness: Value of the option ``max_staleness``, which the warning shows.
         window: Number of rollouts per window.
     """
 
@@ -201,7 +201,7 @@ class DropWatch:
 
 class MismatchGuard:
     """Detects that policy and sampler differ too much. The mismatch is the mean over tokens of ``rho - 1 - log rho``.
-    It is too large if it is above ``limit`` for ``patience`` consecutive steps.
+    The mismatch is too large if it is above ``limit`` for ``patience`` consecutive steps.
 
     Args:
         limit: Maximum mismatch in nats per token.
@@ -237,7 +237,7 @@ class MismatchGuard:
 
 def balanced_shares(lengths: Sequence[int], world: int) -> list[list[int]]:
     """Assign samples to processes so that their computing times are similar. Samples are assigned in descending order
-    of length. Each goes to the process with the smallest sum of squared lengths so far.
+    of length. Each sample goes to the process with the smallest sum of squared lengths so far.
 
     Each process gets at least one sample if there are at least ``world`` samples. The result contains sample indices.
 

@@ -62,7 +62,8 @@ class PoolSettings:
             (``staleness_policy="pace"``). None: no limit.
         max_staleness: Maximum age in versions of a rollout when it arrives.
         max_staleness_hard: Age in versions beyond which a rollout in generation is canceled.
-        rollout_tokens: Maximum number of tokens of a rollout, including the prompt, that are reserved in the queue.
+        rollout_tokens: Number of tokens that are reserved in the queue for an unfinished rollout: its maximum length
+            including the prompt.
         failure_budget: Maximum fraction of failures in the last 200 rollouts.
         max_restarts: Maximum number of worker restarts in ten minutes.
         stale_after_s: Number of seconds without progress after which a worker is replaced.
@@ -321,7 +322,7 @@ class WorkerPool:
         if len(self._restarted) > self.settings.max_restarts:
             raise RolloutError(
                 f"{len(self._restarted)} workers failed within {RESTART_WINDOW_S / 60:.0f} minutes, more than "
-                f"max_worker_restarts={self.settings.max_restarts}. The last: {error}"
+                f"max_worker_restarts={self.settings.max_restarts}. The last error: {error}"
             )
         logger.warning("%s A new worker replaces it, and its prompts are retried.", error)
         self.restarts += 1

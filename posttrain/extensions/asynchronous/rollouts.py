@@ -112,8 +112,8 @@ def warn_of_reward_models(functions: Any) -> None:
 
 
 class Scoring(Protocol):
-    """Additional scores of rollouts, for example from teacher servers. They are computed while the previous training
-    step runs.
+    """Additional scores of rollouts, for example from teacher servers. The scores are computed while the previous
+    training step runs.
     """
 
     def begin(self, trajectory: Trajectory) -> None:
@@ -130,7 +130,7 @@ class RolloutService:
     Args:
         args: Config of the trainer.
         given: Arguments of the trainer: ``rollout_worker``, ``weight_transfer``, ``engine_factory``, tools, and the
-            reward functions. ``unscored`` is set if there are no reward functions.
+            reward functions. Without reward functions, the key ``unscored`` is set.
         sync: Weight sync of the trainer, with its model, accelerator and log.
         tasks: Source of prompts.
         ledger: Ledger of all rollouts.
@@ -140,7 +140,8 @@ class RolloutService:
         reader: Image processor for prompts. None: prompts are text.
 
     Attributes:
-        worker: Worker pool or a user's worker. None before the first step, and on other processes than the main one.
+        worker: Worker pool or a user's worker. The worker is None before the first step, and on other processes than
+            the main one.
         transfer: Transfer of weights to the engines. None before the first step.
         told: State of the weight transfer, for example which servers lack the weights; see `WeightTransfer`.
         scoring: Additional scoring of rollouts as they arrive, or None.
@@ -392,14 +393,15 @@ class AsyncRollouts:
 
     Args:
         service: Workers and their weights.
-        rewards: Reward functions. Only their names and weights are used, because workers compute the rewards.
+        rewards: Reward functions. Only the names and weights of the functions are used, because workers compute the
+            rewards.
         watch: Check that stops the run if all rewards are equal. None: rollouts have no rewards.
         add_completions: Function that adds rows to the table of completions.
 
     Attributes:
         ledger: Ledger of all rollouts.
-        held: Rollouts that were taken from the queue for the current step. Empty on all processes except the main
-            process.
+        held: Rollouts that were taken from the queue for the current step. The list is empty on all processes except
+            the main process.
     """
 
     def __init__(
@@ -418,7 +420,9 @@ class AsyncRollouts:
         self._seen_stale = 0
 
     def next(self, n: int) -> RolloutBatch:
-        """Take ``n`` rollouts from the queue and return this process's share. The first call starts the workers."""
+        """Take ``n`` rollouts from the queue and return this process's share. The first call of this method starts the
+        workers.
+        """
         self.service.serve()
         main = self.accelerator.is_main_process
         while True:
@@ -438,7 +442,7 @@ class AsyncRollouts:
 
     def _deal(self, count: int) -> list[list[RolloutSample]] | None:
         """Take the rollouts of a step from the queue, and split their samples into one list per process. Return None if
-        servers must get the weights first, because no rollout can arrive before.
+        no rollout can arrive because servers must first get the weights.
         """
         began = time.perf_counter()
         if not self.take(count):

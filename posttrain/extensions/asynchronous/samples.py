@@ -31,9 +31,9 @@ class RolloutSample:
         prompt: Prompt of the dataset, or the text of the row's context.
         completion: Input of reward functions: text or messages.
         input_ids: Token ids of the context and the completion.
-        completion_mask: 1 for tokens of the model. It has the length of ``input_ids``.
+        completion_mask: 1 for tokens of the model. The mask has the length of ``input_ids``.
         old_log_probs: The engine's log-probs, with the length of ``input_ids``; 0.0 where the mask is 0.
-        advantage: Advantage of the whole rollout. All its rows have the same value.
+        advantage: Advantage of the whole rollout. All rows of a rollout have the same advantage.
         model_version: Version of the weights when the group's first request was sent. No token was sampled with older
             weights.
         group_id: Id of the prompt, equal for its completions.
@@ -158,7 +158,7 @@ class GroupTask:
         row: Dataset row.
         size: Number of completions G.
         seed: Seed for sampling and for environments.
-        attempt: How often the prompt was tried before.
+        attempt: Number of earlier attempts for this prompt.
         version: Minimum version of the weights that a worker needs before it starts this task.
     """
 
@@ -271,7 +271,7 @@ class TaskSource:
         return task
 
     def give_back(self, task: GroupTask) -> None:
-        """Put back a prompt whose rollouts failed. It is retried as a new group with different random numbers."""
+        """Put back a prompt whose rollouts failed. The prompt is retried as a new group with different random numbers."""
         origin = self._origin.pop(task.group_id)
         self._again.append((self._task(task.row, task.attempt + 1), origin))
 

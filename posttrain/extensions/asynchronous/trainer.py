@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncTrainer(OnlineTrainer):
-    """Trains on rollouts from a queue that workers fill. It drops rollouts that are too old, and pushes new weights to
-    the workers.
+    """Trains on rollouts from a queue that workers fill. The trainer drops rollouts that are too old, and pushes new
+    weights to the workers.
 
     The constructor of a subclass calls `sends` before the parent's constructor, and `begins` after it.
     """
@@ -44,15 +44,17 @@ class AsyncTrainer(OnlineTrainer):
     _prompt_images = False
 
     def sends(self, sent: dict[str, Any], rollout_worker: object, weight_transfer: object, tokenizer: object) -> None:
-        """Set the arguments that `RolloutService` sends to the worker processes. They must be picklable, unless the
-        user passes a worker.
+        """Set the arguments that `RolloutService` sends to the worker processes. The arguments must be picklable,
+        unless the user passes a worker.
         """
         if rollout_worker is None:
             check_picklable({**sent, "processing_class": tokenizer})
         self.given = {**sent, "rollout_worker": rollout_worker, "weight_transfer": weight_transfer}
 
     def begins(self) -> None:
-        """Create the queue of rollouts. It is called last in the constructor, because it uses the other components."""
+        """Create the queue of rollouts. The constructor calls this method last, because the queue uses the other
+        components.
+        """
         if "DEEPSPEED" in str(self.accelerator.distributed_type):
             raise ConfigError("asynchronous training supports one process, DDP and FSDP2, but not DeepSpeed.")
         if self.given["rollout_worker"] is not None and self.given["weight_transfer"] is None:
@@ -102,7 +104,9 @@ class AsyncTrainer(OnlineTrainer):
 
     @property
     def worker(self) -> Any:
-        """Worker pool or a user's worker. None before the first step, and on other processes than the main one."""
+        """Worker pool or a user's worker. The worker is None before the first step, and on other processes than the
+        main one.
+        """
         return self.source.service.worker
 
     @property

@@ -28,7 +28,7 @@ class ActiveClock:
     """Clock that ignores time during which this process was suspended. Between two reads, at most ``most`` seconds are
     counted.
 
-    With a wall clock, all workers would seem to have made no progress during a suspension.
+    With a wall clock, a suspension would look like a time in which no worker made progress.
 
     Args:
         most: Maximum number of seconds that are counted between two reads. Set it to several polling intervals.
@@ -70,7 +70,7 @@ _starting = threading.Lock()
 
 
 class WorkerJob(Protocol):
-    """Work of a worker. It is picklable and runs in the new process until it is stopped."""
+    """Work of a worker. The job is picklable and runs in the new process until it is stopped."""
 
     def run(self, link: Link) -> None:
         """Perform slow initialization, call ``link.ready()``, then work until ``link.stopping`` is set."""
@@ -145,8 +145,8 @@ class Link:
         stopping: Event that is set when the worker must stop.
         on_news: Function called on the reading thread when a version is announced, tasks are canceled, or the worker
             must stop.
-        on_orphaned: Function called before this process ends because the trainer was killed. It removes the trainer's
-            temporary files.
+        on_orphaned: Function called before this process ends because the trainer was killed. The function removes the
+            trainer's temporary files.
         importing: Lock that a thread holds while it imports packages. Concurrent unpickling would use partly
             initialized modules.
     """
@@ -232,7 +232,7 @@ class Link:
 
 
 def worker_main(payload: bytes, connection: Connection, log: str, index: int) -> None:
-    """Run the worker in the new process. Its output is written to ``log``."""
+    """Run the worker in the new process. The worker's output is written to ``log``."""
     # Ignore SIGINT and SIGTERM. The trainer handles them, and it needs its workers to finish the current step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -357,7 +357,7 @@ class WorkerProcess:
         return RolloutError(f"rollout worker {self.index} (process {self.process.pid}) {what}.{said}")
 
     def stop(self, join_s: float = JOIN_S) -> None:
-        """Stop the process. If it is still running after ``join_s`` seconds, kill it."""
+        """Stop the process. If the process is still running after ``join_s`` seconds, kill it."""
         self.send("stop")
         self.process.join(join_s)
         self.kill()

@@ -140,7 +140,7 @@ def _larger(whole: int, peak: int, limit: int, step: int, make: Callable[[int], 
     """Return the maximum batch size of one process without accumulation that fits. Also return whether larger sizes,
     which were not tried, may fit too.
 
-    The size is None if every size fits, because the size of forward passes does not grow with the batch.
+    The maximum is None if every batch size fits, because the size of forward passes does not grow with the batch.
 
     Args:
         whole: A batch size that fits.

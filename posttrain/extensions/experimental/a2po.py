@@ -57,7 +57,7 @@ def optimal_value(rewards: Sequence[float], beta1: float) -> float:
     is NaN.
 
     Args:
-        rewards: Rewards of the reference model's completions of one prompt. NaN: no reward function applied.
+        rewards: Rewards of the reference model's completions of one prompt. NaN means that no reward function applied.
         beta1: Temperature, above 0.
 
     Reference: A*-PO, arXiv:2505.20686, equation 5.
@@ -122,7 +122,7 @@ class ValueCache:
                     file.write(json.dumps({"run": self.run, "prompt": key, "rewards": rewards}) + "\n")
 
     def value(self, example: Mapping[str, Any], beta1: float) -> float:
-        """Return the value of the row's prompt, or NaN if it has no rewards."""
+        """Return the value of the row's prompt, or NaN if the prompt has no rewards."""
         return optimal_value(self.rewards[row_key(example)], beta1)
 
 
@@ -143,21 +143,21 @@ class A2POTrainer(OnlineTrainer):
     a hash of everything that they depend on. After that, each training step samples one completion per prompt.
 
     Args:
-        model: Model to train: path, Hub id, model object or peft model.
+        model: Model to train, as a path, Hub id, model object or peft model.
         reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
             or Hub id of a reward model, or a list of these.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``. A stream is not supported, because the values of all prompts
             are computed before training.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
-            models.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. If None, they are loaded
+            together with the reward models.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
@@ -284,8 +284,8 @@ class A2POTrainer(OnlineTrainer):
         return cache
 
     def _sampled_rewards(self, part: Sequence[tuple[str, Any]]) -> dict[str, list[float]]:
-        """Sample ``num_value_samples`` completions of each row. Return the total reward of each, after transformations
-        and weights.
+        """Sample ``num_value_samples`` completions of each row. Return the total reward of each completion, after
+        transformations and weights.
         """
         n = self.args.num_value_samples
         examples = [row for _, row in part for _ in range(n)]
@@ -376,8 +376,8 @@ class A2POTrainer(OnlineTrainer):
         return replace(settings, sampling=replace(settings.sampling, seed=seed))
 
     def _restore_values(self, checkpoint: Any) -> None:
-        """Load the values from the checkpoint. This must happen before prompts are excluded, because the saved position
-        in the dataset counts only the remaining prompts.
+        """Load the values from the checkpoint. The values must be loaded before prompts are excluded, because the saved
+        position in the dataset counts only the remaining prompts.
         """
         if checkpoint is True:
             checkpoint = last_complete_checkpoint(self.args.output_dir)
@@ -391,7 +391,9 @@ class A2POTrainer(OnlineTrainer):
         return self.args.max_prompt_length
 
     def make_online(self) -> Online:
-        """Create the components that sample completions. They also provide the value of each completion's prompt."""
+        """Create the components that sample completions. The components also provide the value of each completion's
+        prompt.
+        """
         online = super().make_online()
 
         def logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:

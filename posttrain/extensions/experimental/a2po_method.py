@@ -115,7 +115,7 @@ def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerm
 
 def _judged(batch: Batch) -> Tensor:
     """Return ``(S,)`` bool that is True for completions with tokens in the loss. Completions without a reward or a
-    value have none.
+    value have no such tokens.
     """
     return sequence_sum(batch.loss_mask.float(), *batch.by_sequence) > 0
 

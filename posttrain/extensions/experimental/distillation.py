@@ -58,23 +58,24 @@ class IWOPDTrainer(DistillationTrainer):
     for the difference to the weights that sampled the completion.
 
     Args:
-        model: Student to train: path, Hub id, model object or peft model.
-        teacher_model: Teacher: path, Hub id or model object, or a mapping from names to teachers. With several teachers,
-            the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the
-            teacher is set in ``args``.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        model: Student to train, as a path, Hub id, model object or peft model.
+        teacher_model: Teacher as a path, Hub id or model object, or a mapping from names to teachers. With several
+            teachers, the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them.
+            If None, ``args`` sets the teacher.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+            id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        peft_config: Config of a new adapter to train. None: no new adapter.
-        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
-            a model that was built in memory, the student's tokenizer is assumed.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
@@ -82,7 +83,7 @@ class IWOPDTrainer(DistillationTrainer):
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         tools: Not supported, must be None. Use `GRPOTrainer`.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
@@ -159,30 +160,31 @@ class MiniLLMTrainer(DistillationTrainer):
     be added.
 
     Args:
-        model: Student to train: path, Hub id, model object or peft model.
-        teacher_model: Teacher: path, Hub id or model object, or a mapping from names to teachers. With several teachers,
-            the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the
-            teacher is set in ``args``.
+        model: Student to train, as a path, Hub id, model object or peft model.
+        teacher_model: Teacher as a path, Hub id or model object, or a mapping from names to teachers. With several
+            teachers, the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them.
+            If None, ``args`` sets the teacher.
         reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
             or Hub id of a reward model, or a list of these.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
-        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
-            models.
+        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+            id.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. If None, they are loaded
+            together with the reward models.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         rollout_func: Not supported, must be None. Use `GRPOTrainer`.
-        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
-            a model that was built in memory, the student's tokenizer is assumed.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         tools: Not supported, must be None. Use `GRPOTrainer`.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
@@ -274,18 +276,19 @@ class SDFTTrainer(DistillationTrainer):
     row's ``privileged_context``.
 
     Args:
-        model: Student to train: path, Hub id, model object or peft model.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        model: Student to train, as a path, Hub id, model object or peft model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with ``prompt`` and ``privileged_context``, which only the teacher reads.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+            id.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        peft_config: Config of a new adapter to train. None: no new adapter.
-        teacher_model: Separate teacher. None: the student is its own teacher, with the weights that
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
+        teacher_model: Separate teacher. If None, the student is its own teacher, with the weights that
             ``args.teacher_model_kind`` selects.
-        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
-            a model that was built in memory, the student's tokenizer is assumed.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
@@ -293,7 +296,7 @@ class SDFTTrainer(DistillationTrainer):
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         tools: Not supported, must be None. Use `GRPOTrainer`.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
@@ -405,28 +408,29 @@ class SDPOTrainer(DistillationTrainer):
     successful completion of the same prompt.
 
     Args:
-        model: Student to train: path, Hub id, model object or peft model.
+        model: Student to train, as a path, Hub id, model object or peft model.
         reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
             or Hub id of a reward model, or a list of these.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
-        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
-            models.
+        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+            id.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. If None, they are loaded
+            together with the reward models.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        peft_config: Config of a new adapter to train. None: no new adapter.
-        teacher_model: Separate teacher. None: the student is its own teacher, with the weights that
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
+        teacher_model: Separate teacher. If None, the student is its own teacher, with the weights that
             ``args.teacher_model_kind`` selects.
-        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
-            a model that was built in memory, the student's tokenizer is assumed.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         tools: Not supported, must be None. Use `GRPOTrainer`.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
@@ -570,14 +574,15 @@ class SSDTrainer(DistillationTrainer):
     temperature.
 
     Args:
-        model: Student to train: path, Hub id, model object or peft model.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        model: Student to train, as a path, Hub id, model object or peft model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+            id.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         teacher_model: Not supported, must be None. There is no teacher.
         teacher_processing_class: Not used. There is no teacher.
         teacher_server: Not supported, must be None. There is no teacher.
@@ -586,7 +591,7 @@ class SSDTrainer(DistillationTrainer):
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         tools: Not supported, must be None. Use `GRPOTrainer`.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         model_init: Function that returns a new model for each trial of a hyperparameter search.

@@ -55,8 +55,8 @@ OF_TEACHER: dict[str, tuple[Any, str]] = {
 def _template_rule(
     config: Any, field: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> tuple[str, bool, str]:
-    """Return a config rule: the template must contain all names in ``needed``. It may contain those in ``optional``,
-    but no other names in braces.
+    """Return a config rule: the template must contain all names in ``needed``. Names in ``optional`` are allowed, and
+    other names in braces are an error.
     """
     fields = template_fields(getattr(config, field))
     shown, known = (

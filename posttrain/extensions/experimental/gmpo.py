@@ -14,26 +14,26 @@ class GMPOTrainer(GRPOTrainer):
     then averaged.
 
     Args:
-        model: Model to train: path, Hub id, model object or peft model.
+        model: Model to train, as a path, Hub id, model object or peft model.
         reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
             or Hub id of a reward model, or a list of these.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. None: the prompts
-            come from ``environment_factory``.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
+        train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. If None, the
+            prompts come from ``environment_factory``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
-        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
-            models.
+        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. If None, they are loaded
+            together with the reward models.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
-        peft_config: Config of a new adapter to train. None: no new adapter.
-        tools: Python functions that the model may call. Each needs type hints and a docstring.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
+        tools: Python functions that the model may call. Each function needs type hints and a docstring.
         rollout_func: Function that samples completions instead of the trainer. It maps prompts to a dict of lists.
         environment_factory: Function that creates an environment for each completion, or a mapping from names to such
             functions. With a mapping, the dataset column ``environment`` selects the function.
-        harness: Your own agent code, run against an OpenAI-compatible endpoint of the model. See `Harness`.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        harness: Agent code of the user, which calls an OpenAI-compatible endpoint of the model. See `Harness`.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.

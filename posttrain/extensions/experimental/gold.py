@@ -46,8 +46,8 @@ ANCHORS = ("\n", "x", ".", "0")
 
 
 def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
-    """Align two token sequences. Both are split at every position at which they have token boundaries after the same
-    bytes. Tokens after the last common boundary are excluded.
+    """Align two token sequences. The two sequences are split wherever they have a token boundary after the same number
+    of bytes. Tokens after the last common boundary are excluded.
 
     >>> byte_groups([b"ab", b"cde", b"f"], [b"a", b"b", b"cdef"])
     [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
@@ -142,7 +142,7 @@ class GOLDConfig(GKDConfig):
         ]
 
     def axes(self) -> Axes:
-        """Return the settings of the loss. With ``use_uld_loss``, it compares aligned groups of tokens."""
+        """Return the settings of the loss. With ``use_uld_loss``, the loss compares aligned groups of tokens."""
         if not self.use_uld_loss:
             return super().axes()
         return Axes(
@@ -168,23 +168,24 @@ class GOLDTrainer(DistillationTrainer):
     """General online logit distillation: GKD that also supports a teacher with a different tokenizer.
 
     Args:
-        model: Student to train: path, Hub id, model object or peft model.
-        teacher_model: Teacher: path, Hub id or model object, or a mapping from names to teachers. With several teachers,
-            the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the
-            teacher is set in ``args``.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        model: Student to train, as a path, Hub id, model object or peft model.
+        teacher_model: Teacher as a path, Hub id or model object, or a mapping from names to teachers. With several
+            teachers, the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them.
+            If None, ``args`` sets the teacher.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+            id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        peft_config: Config of a new adapter to train. None: no new adapter.
-        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
-            a model that was built in memory, the student's tokenizer is assumed.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
@@ -192,7 +193,7 @@ class GOLDTrainer(DistillationTrainer):
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         tools: Not supported, must be None. Use `GRPOTrainer`.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
@@ -287,7 +288,9 @@ class GOLDTrainer(DistillationTrainer):
 
     @property
     def keeps_completions(self) -> bool:
-        """Whether additional data is stored for each completion. With ``use_uld_loss``, it is the teacher's token ids."""
+        """Whether additional data is stored for each completion. With ``use_uld_loss``, the additional data are the
+        teacher's token ids.
+        """
         return self.args.use_uld_loss or super().keeps_completions
 
     def check_vocabularies(self, teacher: Any, tokenizer: Tokenizer) -> None:
@@ -330,8 +333,8 @@ class GOLDTrainer(DistillationTrainer):
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
         """Return the teacher's token ids of each prompt and completion, and the token column ``aligned``.
 
-        ``aligned`` marks one student token of each group. Its value is the position, counted from 1, of the teacher
-        token to which it is compared. All other tokens have 0.
+        ``aligned`` marks one student token of each group. The value is the position, counted from 1, of the teacher
+        token to which the student token is compared. All other tokens have 0.
         """
         if not self.args.use_uld_loss:
             return super().facts(rollouts, found)
@@ -434,8 +437,8 @@ def continued(tokenizer: Tokenizer, spelled: Mapping[int, bytes], text: str) -> 
 
 
 def _longest_text(value: bytes) -> str:
-    """Return the longest prefix of the bytes that is valid UTF-8. The last character may be incomplete and cannot be
-    encoded then.
+    """Return the longest prefix of the bytes that is valid UTF-8. An incomplete last character cannot be encoded and is
+    removed.
     """
     try:
         return value.decode()

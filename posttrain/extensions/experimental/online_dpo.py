@@ -53,28 +53,28 @@ class OnlineDPOTrainer(OnlineTrainer):
     to the loss.
 
     Args:
-        model: Model to train: path, Hub id, model object or peft model.
-        ref_model: Reference model. None: the policy with its initial weights. It is a frozen copy, or, with ``peft_config``,
-            the policy with its adapter disabled.
+        model: Model to train, as a path, Hub id, model object or peft model.
+        ref_model: Reference model. If None, it is the policy with its initial weights: a frozen copy, or, with
+            ``peft_config``, the policy with its adapter disabled.
         reward_funcs: Reward model, its path or Hub id, a reward function, or a list of these. Functions receive the
-            first completions of all prompts, then the second ones. Exactly one of ``reward_funcs`` and ``judge`` must
-            be set.
+            first completions of all prompts, followed by the second completions. Exactly one of ``reward_funcs`` and
+            ``judge`` must be set.
         args: Training arguments. They must be passed.
         data_collator: Not supported. It must be None, because batches are built after completions are sampled.
         train_dataset: Dataset with the column ``prompt``. It must be passed.
-        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer. Required if ``model`` is an object.
         reward_processing_classes: Tokenizer of the reward model, or a list of tokenizers if there are several reward models.
-            None: they are loaded together with the reward models.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+            If None, they are loaded together with the reward models.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         judge: Judge that compares two completions, instead of ``reward_funcs``: a `BasePairwiseJudge`, `BaseRankJudge`
             or `BaseBinaryJudge`.
-        rollout_engine: Engine object that samples completions. None: the engine ``args.rollout_engine`` is created.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.

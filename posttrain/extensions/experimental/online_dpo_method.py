@@ -167,7 +167,9 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
         return list(self.beta) if isinstance(self.beta, Sequence) and not isinstance(self.beta, str) else [self.beta]
 
     def beta_at(self, epoch: float | None) -> float:
-        """Return the value of ``beta`` for a (fractional) epoch. After the end of the list, this is its last value."""
+        """Return the value of ``beta`` for a (fractional) epoch. If the list has fewer values than epochs, its last
+        value is used.
+        """
         return float(self.betas[min(int(epoch or 0), len(self.betas) - 1)])
 
     @property
@@ -176,7 +178,9 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
         return 2 * super().train_batch_size
 
     def _resolve_batches(self) -> None:
-        """Resolve batch sizes. In this method they count prompts. In other online methods they count completions."""
+        """Resolve batch sizes. In this method, batch sizes count prompts. In other online methods, they count
+        completions.
+        """
         prompts, self.per_device_train_batch_size = (
             self.per_device_train_batch_size,
             2 * self.per_device_train_batch_size,
@@ -206,7 +210,7 @@ def pair_terms(
     """Compute the loss of each pair, ``(P,)``.
 
     Let ``h = L+ - L-`` be the difference of the log-ratios of better and worse completion. The loss is ``-logsigmoid(beta h)``
-    for ``sigmoid``, and ``(h - 1 / (2 beta))^2`` for ``ipo``. It is 0 for ties and for pairs without scores.
+    for ``sigmoid``, and ``(h - 1 / (2 beta))^2`` for ``ipo``. The loss is 0 for ties and for pairs without scores.
 
     Args:
         batch: Pairs. ``advantages`` are 1 for the better completion, -1 for the worse, and 0 for both completions of a tie.
@@ -310,7 +314,9 @@ class OnlineDPO(Method[OnlineDPOConfig]):
 
     @property
     def temperature(self) -> float:
-        """Temperature of log-probs. It is 1, because the loss does not compare log-probs with those of the sampler."""
+        """Temperature of log-probs. The temperature is 1, because the loss does not compare log-probs with those of the
+        sampler.
+        """
         return 1.0
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:

@@ -163,10 +163,10 @@ class PPOTrainer(OnlineTrainer):
     the reward.
 
     Args:
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        processing_class: Tokenizer of the policy. Its pad token must differ from its eos token. None: loaded from the
-            model's path or id.
-        model: Model to train: path, Hub id, model object or peft model.
+        args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
+        processing_class: Tokenizer of the policy. The tokenizer's pad token must differ from its eos token. If None, it
+            is loaded from the model's path or Hub id.
+        model: Model to train, as a path, Hub id, model object or peft model.
         ref_model: Reference model. None: the initial weights, as a frozen copy or as the model with its new adapter
             disabled.
         reward_model: Sequence classifier with one label that reads the policy's token ids, its Hub id, a reward
@@ -177,9 +177,9 @@ class PPOTrainer(OnlineTrainer):
         data_collator: Function that builds a padded batch from rows with ``input_ids``. None: rows are used directly.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        peft_config: Config of a new adapter to train. None: no new adapter.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
@@ -296,8 +296,8 @@ class PPOTrainer(OnlineTrainer):
             return tuple(self.stop_ids)
         if chosen is None:
             logger.warning(
-                "stop_token=None: responses do not stop at an end token and all have response_length=%d tokens. Set "
-                "stop_token='eos' to stop there.", self.args.response_length,
+                "stop_token=None: responses do not stop at an end token and all have response_length=%d tokens. "
+                "Set stop_token='eos' to stop at the eos token.", self.args.response_length,
             )  # fmt: skip
         return () if chosen is None else (chosen,)
 
@@ -331,7 +331,9 @@ class PPOTrainer(OnlineTrainer):
 
     @property
     def ref_model(self) -> Any:
-        """The frozen reference model. None if it is the policy with another adapter or without its adapter."""
+        """The frozen reference model. The result is None if the reference is the policy with another adapter or without
+        its adapter.
+        """
         return self.reference.copy
 
     @property
@@ -393,8 +395,8 @@ class PPOTrainer(OnlineTrainer):
         return replace(batch, columns={"ended": ended}, extra=batch.extra | {"prompt_ids": prompts})
 
     def _measured(self, run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
-        """Compute log-probs and values of all responses in one forward pass of the policy, and log-probs in one of the
-        reference.
+        """Compute log-probs and values of all responses with one forward pass of the policy, and log-probs with one
+        forward pass of the reference.
         """
         rows = plain_rows(rollouts, self.args.response_length, self.pad_token_id)
         with self.run.inference() as policy:
@@ -532,7 +534,7 @@ class PPOTrainer(OnlineTrainer):
             sampling: Whether to use only the first batch of ``eval_dataset``.
 
         Returns:
-            One row per answer of all processes: prompt, completion and rewards.
+            A table with one row per answer of all processes. The columns are prompt, completion and rewards.
         """
         rows: list[dict[str, Any]] = []
         datasets = self.eval_dataset

@@ -49,10 +49,10 @@ class _OneCompletion:
 class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     """Arguments of `PPOTrainer`.
 
-    A rollout batch has ``per_device_train_batch_size x gradient_accumulation_steps x processes`` responses. PPO makes
-    ``num_ppo_epochs`` passes over it. In each pass, it is split at random into ``num_mini_batches`` mini-batches, and
-    each mini-batch is one optimizer step. ``logging_steps``, ``save_steps``, ``eval_steps`` and ``max_steps`` count
-    optimizer steps.
+    A rollout batch has ``per_device_train_batch_size x gradient_accumulation_steps x
+    processes`` responses. PPO makes ``num_ppo_epochs`` passes over a rollout batch. Each pass splits the rollout batch
+    at random into ``num_mini_batches`` mini-batches. Each mini-batch is one optimizer step. ``logging_steps``,
+    ``save_steps``, ``eval_steps`` and ``max_steps`` count optimizer steps.
 
     Reference: Proximal policy optimization algorithms, arXiv:1707.06347.
     """
@@ -241,8 +241,8 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
         self.mini_batch_size = exact_div(self.batch_size, self.num_mini_batches, rule)
         if self.whiten_rewards and self.local_mini_batch_size < WHITEN_LEAST:
             raise ConfigError(
-                f"whiten_rewards=True with mini-batches of {self.local_mini_batch_size} responses per process: their "
-                f"standard deviation is too noisy. Use at least {WHITEN_LEAST} responses, or set whiten_rewards=False."
+                f"whiten_rewards=True: mini-batches of {self.local_mini_batch_size} responses per process are too small for a "
+                f"standard deviation. Use at least {WHITEN_LEAST} responses, or set whiten_rewards=False."
             )
 
     def plan(self, rows: int | None) -> None:

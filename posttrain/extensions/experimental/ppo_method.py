@@ -103,8 +103,8 @@ class Episodes:
 def plain_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
     """Convert each response to a row. If a response ended early, one pad token is appended, which has no loss.
 
-    The pad token represents the state after the last token. Its value is computed from the hidden state of the last
-    token. `token_rewards` adds the score to the reward of this state.
+    The pad token represents the state after the last token. The value of this state is computed from the hidden state
+    of the last token. `token_rewards` adds the score to the reward of this state.
     """
     rows = []
     for rollout in generation.rollouts:
@@ -123,7 +123,7 @@ def episodes(
     Args:
         rollouts: This rank's responses.
         logps: ``old_logp``, ``ref_logp`` and ``old_values`` for each token of the rows that `plain_rows` returns.
-        scores: ``(S,)`` scores. NaN: no reward function applied, so the response is excluded from training.
+        scores: ``(S,)`` scores. NaN means that no reward function applied, so the response is excluded from training.
         cfg: Config with ``response_length``, ``kl_coef``, ``kl_estimator``, ``gamma``, ``lam`` and ``whiten_rewards``.
         merged: Function that combines the moments (count, mean, squared deviations) of this rank with those of all other ranks.
     """
@@ -236,7 +236,7 @@ class PPO(Method[PPOConfig]):
         return {STATES: float(sum(states_mask(batch).sum() for batch in batches))}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Compute the mean and the variance of the importance ratio r from those of r - 1."""
+        """Compute the mean and the variance of the importance ratio r from the mean and the variance of r - 1."""
         if "val/ratio" in metrics:
             excess = metrics["val/ratio"]
             metrics["val/ratio_var"] = max(metrics["val/ratio_var"] - excess * excess, 0.0)

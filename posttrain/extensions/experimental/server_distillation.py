@@ -28,21 +28,22 @@ class ServerDistillationTrainer(DistillationTrainer):
     """On-policy distillation from one or several teachers on servers.
 
     Args:
-        model: Student to train: path, Hub id, model object or peft model.
+        model: Student to train, as a path, Hub id, model object or peft model.
         args: Training arguments. ``teacher_model_server_url`` contains the addresses of the teachers.
         train_dataset: Dataset with the column ``prompt``. With several teachers, it also needs ``teacher_id``, unless
             ``teacher_weights`` mixes the teachers.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+            id.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
-        peft_config: Config of a new adapter to train. None: no new adapter.
+        peft_config: Config of a new adapter to train. If None, no adapter is added.
         teacher_processing_class: Tokenizer of the teachers. None: loaded from the model id that the server reports, if
             possible.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.

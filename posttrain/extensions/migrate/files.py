@@ -25,8 +25,8 @@ class Rewritten(NamedTuple):
     """Content of a file before and after the migration.
 
     Attributes:
-        before: Text of the file. For a notebook, the text of each code cell.
-        after: The same text, or texts, after the migration.
+        before: Parts of the file before the migration: its whole text, or the text of each code cell of a notebook.
+        after: The same parts after the migration.
         text: New content of the file.
         notes: Places that must be changed or checked manually.
     """

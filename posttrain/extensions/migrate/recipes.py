@@ -111,7 +111,7 @@ def _convert_value(kinds: Any, key: Any, value: Any, given: object, lines: list[
 
 def config_of(options: dict[str, Any]) -> type:
     """Return the config class to which most of these options belong. Options that a config rejects count less. If
-    several classes have equally many, the first is returned.
+    several classes have the same number of options, the first is returned.
     """
 
     def known(kind: type) -> float:

@@ -191,7 +191,7 @@ class Script(cst.CSTVisitor):
                 self.classes[local] = known
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        """Record a subclass. Add notes about methods of it that this package never calls."""
+        """Record a subclass. Add notes about its methods that this package never calls."""
         parts = [part for item in node.body.body if isinstance(item, cst.SimpleStatementLine) for part in item.body]
         self.own[node.name.value] = {code(part.target): part for part in parts if isinstance(part, cst.AnnAssign)}
         if any(code(item.value) in PARSERS for item in node.bases):
@@ -744,7 +744,7 @@ def keys_of(node: cst.BaseExpression) -> list[str] | None:
 
 
 def without_vllm(call: cst.Call) -> bool:
-    """Return whether a config is created without vLLM. Its options of vLLM then had no effect."""
+    """Return whether a config is created without vLLM. The vLLM options of such a config had no effect."""
     given = by_name(call)
     return not any(arg.star for arg in call.args) and (
         "use_vllm" not in given or value_of(given["use_vllm"].value) is False
@@ -809,7 +809,7 @@ def equal_sign(call: cst.Call) -> cst.AssignEqual:
 
 
 def with_argument(call: cst.Call, arg: cst.Arg) -> cst.Call:
-    """Append an argument. It gets its own line if all other arguments have their own lines."""
+    """Append an argument. The new argument gets its own line if all other arguments have their own lines."""
     if not call.args:
         return call.with_changes(args=[cst.Arg(arg.value, arg.keyword, equal=equal_sign(call))])
     *before, last = call.args
@@ -864,8 +864,8 @@ def with_defaults(call: cst.Call, config: type) -> cst.Call:
 
 
 def last_argument(arg: cst.Arg, removed: cst.Arg) -> cst.Arg:
-    """Format an argument as the last argument of a call. It keeps its comment and gets the line end of the removed last
-    argument.
+    """Format an argument as the last argument of a call. The argument keeps its comment and gets the line end of the
+    removed last argument.
     """
     comma: Any = arg.comma
     space = comma.whitespace_after

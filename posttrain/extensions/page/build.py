@@ -77,7 +77,7 @@ def shown(value: object) -> str:
 
 
 def steps(spans: Sequence[tuple[int, int]]) -> str:
-    """Format ranges of steps.
+    """Format ranges of steps as text.
 
     >>> steps([(3, 3)]), steps([(1, 4), (7, 7)])
     ('step 3', 'steps 1 to 4, 7')
@@ -308,7 +308,7 @@ def _settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
 
 
 def final(run: Run, name: str) -> float | None:
-    """Return the mean over the last tenth of a curve. A single noisy step has little effect on it."""
+    """Return the mean over the last tenth of a curve. A single noisy step has little effect on this mean."""
     points = run.series[name].finite if name in run.series else []
     if not points:
         return None

@@ -134,15 +134,15 @@ class Summary:
         lengths: Statistics of the number of tokens per sequence: ``min``, ``median``, ``mean``, ``p95`` and ``max``.
         histogram: Histogram of lengths. All bins have equal width, except the last bin if there are outliers.
         limit: Number of tokens to which sequences are truncated, or None.
-        truncated: Number of truncated sequences. If this is unknown, the number of sequences that are at least as long
-            as the limit.
+        truncated: Number of truncated sequences. If the number is unknown, it is the number of sequences that are at
+            least as long as the limit.
         duplicates: Number of rows that are equal to an earlier row.
         batch_size: Number of rows per batch, from which ``padding_share`` is computed.
         padding_share: Fraction of padding, from 0 to 1, if shuffled batches were padded to their longest sequence.
         special: Special tokens that occur, most frequent token first.
         shown: A few sequences.
         findings: Findings of the checks.
-        images: Number of images and of their tokens, as text. Empty if rows contain only text.
+        images: Number of images and of their tokens, as text. The text is empty if rows have no images.
     """
 
     title: str
@@ -389,7 +389,7 @@ def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]
     """Return the first pieces, the number of omitted tokens, and the last pieces. If there are at most ``most`` pieces,
     none is omitted.
 
-    The second part is twice as long as the first, because most problems are at the end of a row.
+    The last part is twice as long as the first, because most problems are at the end of a row.
 
     >>> elide([Piece(c, (0,), False) for c in "abcdef"], 3)[1]
     3
@@ -406,7 +406,7 @@ def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]
 
 
 def facts(summary: Summary) -> dict[str, str]:
-    """Return the statistics as pairs of label and text. Both the terminal and the HTML file show them."""
+    """Return the statistics as pairs of label and text. The terminal and the HTML file show these statistics."""
     lengths = summary.lengths
     each = " (completions are sampled during training)" if summary.prompts_only else ""
     lines = {

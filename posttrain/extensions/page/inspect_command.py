@@ -101,7 +101,7 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
     Args:
         subject: The command and its arguments.
         show: Number of rows to show as text.
-        examples: Maximum number of examples to analyze. They are sampled with the run's seed.
+        examples: Maximum number of examples to analyze. The examples are sampled with the run's seed.
         pictures: File for the images of the shown rows as the model receives them. None: no file.
 
     Raises:

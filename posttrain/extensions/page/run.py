@@ -71,7 +71,7 @@ class Sample:
         prompt, completion: Texts.
         advantage: Advantage, or None if it was not recorded.
         scores: Values of all other columns of the table: rewards by function, and values that functions logged.
-        tokens, logps: Text and log-prob (in nats) of each token. Empty if they were not recorded.
+        tokens, logps: Text and log-prob (in nats) of each token. The lists are empty if nothing was recorded.
         pictures: Recorded images of the prompt: the thumbnail as a ``data:`` URL, and size and digest.
         episode: Tree of a harness episode (see `posttrain.extensions.agents.tree.episode_tree`), or empty.
     """
@@ -121,11 +121,11 @@ class Run:
     Attributes:
         name: Name of the run, unique among the runs that are shown together.
         folder: ``output_dir`` of the run.
-        manifest: Content of ``manifest.json``. Empty if the file does not exist.
+        manifest: Content of ``manifest.json``. The manifest is empty if the file does not exist.
         series: Metrics by name, in the order in which they first occur.
-        summary: Last line of the trainer (``train_runtime`` etc.). Empty while the run is training.
+        summary: Last line of the trainer (``train_runtime`` etc.). The summary is empty while the run is training.
         marks: Findings in the order of their steps.
-        samples: Completions of a few steps, in order. Of each step, the prompts with the largest difference in rewards
+        samples: Completions of a few steps, in order. For each step, the prompts with the largest difference in rewards
             are kept.
         rows: Lines of ``metrics.jsonl``, with numbers only.
         seen: Content of ``data.json``, which is the first batch as the model received it. Empty if it was not recorded.
@@ -445,7 +445,7 @@ def _groups(samples: list[Sample]) -> list[list[Sample]]:
 
 def _members(group: list[Sample]) -> list[Sample]:
     """Return completions at evenly spaced ranks from best to worst. If any completion has log-probs, at least one of
-    these has.
+    the returned completions has log-probs.
     """
     chosen = _spread(group, MEMBERS)
     if not any(sample.logps for sample in chosen):

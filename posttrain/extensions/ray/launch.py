@@ -61,7 +61,7 @@ class RayRun:
     Args:
         name: Name of the training command.
         argv: Its arguments, including those of `RayArguments`.
-        served: Whether the command can generate with rollout servers.
+        served: Whether the training command can generate with rollout servers.
 
     Raises:
         ConfigError: The command or one of its options does not work with this launcher.
@@ -158,12 +158,11 @@ def _end_with_parent() -> None:
 
 
 def run(name: str, argv: list[str], served: bool) -> int:
-    """Place servers and trainer on the cluster, wait until the trainer ends, and end all tasks. The arguments are those
-    of `RayRun`.
+    """Place servers and trainer on the cluster, wait until the trainer ends, and end all tasks. The arguments of this
+    function are those of `RayRun`.
 
-    Returns:
-        The trainer's exit code, or that of the last server if all servers have ended. 75: a machine was lost. 130:
-        Ctrl-C. 143: SIGTERM.
+    Returns: The trainer's exit code, or the exit code of the last server if all servers have ended. 75 means that a
+    machine was lost, 130 Ctrl-C, and 143 SIGTERM.
 
     Raises:
         MissingDependencyError: Ray is not installed.
@@ -208,12 +207,12 @@ class _Placed:
             raise ConfigError(
                 f"--launcher ray needs {cpus:g} CPUs and {gpus:g} GPUs for the trainer and {len(self.bundles) - 1} servers "
                 f"(ray_placement={job.options.ray_placement!r}), but the Ray cluster has {free.get('CPU', 0):g} CPUs and "
-                f"{free.get('GPU', 0):g} GPUs free after {job.options.ray_timeout:g} s. Fix: request fewer, or add machines."
+                f"{free.get('GPU', 0):g} GPUs free after {job.options.ray_timeout:g} s. Fix: request less, or add machines."
             )
 
     def start(self, index: int, function: Any, *arguments: Any) -> Any:
-        """Start a task with the resources of a bundle. Bundle 0 belongs to the trainer, and the others belong to the
-        servers.
+        """Start a task with the resources of a bundle. Bundle 0 belongs to the trainer, and all other bundles belong to
+        the servers.
         """
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, index)
         takes = {"num_cpus": self.bundles[index]["CPU"], "num_gpus": self.bundles[index]["GPU"]}
@@ -260,7 +259,7 @@ class _Placed:
             try:
                 code = int(self.ray.get(ended))
             except self.ray.exceptions.RayError as error:
-                print(f"posttrain: error: a command was lost: {str(error).splitlines()[0]}", file=sys.stderr)
+                print(f"posttrain: error: a Ray task was lost: {str(error).splitlines()[0]}", file=sys.stderr)
                 code = LOST
             if ended == main:
                 return code

@@ -247,7 +247,7 @@ def check_sandbox(name: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def open_sandbox(name: str) -> None:
-    """Run a trial program in a sandbox. It checks that bubblewrap does not allow code to change kernel settings.
+    """Run a trial program in a sandbox. The trial program checks that code in bubblewrap cannot change kernel settings.
 
     Raises:
         ConfigError: The name of the sandbox is invalid.
@@ -315,8 +315,8 @@ LANGUAGES = {"python": "python", "python3": "python", "py": "python", "": "none"
 
 
 def code_block(text: str) -> str | None:
-    r"""Return the last complete code block that is marked as Python. If there is none, return the last block without a
-    language.
+    r"""Return the last complete code block that is marked as Python. If there is no such block, return the last block
+    without a language.
 
     Text before ``</think>`` is ignored.
 
@@ -351,8 +351,8 @@ def read_tests(value: object) -> list[dict[str, str]]:
     """Convert the tests of a row to a list of ``{"code": ...}`` or ``{"input": ..., "output": ...}``.
 
     Args:
-        value: Python code; a dict with ``input`` and ``output`` (or lists ``inputs`` and ``outputs``) of a program; a list of
-            these; or any of these forms as JSON. None and empty values mean that the row has no tests.
+        value: One of three forms, also as JSON: Python code, a dict with ``input`` and ``output`` (or lists ``inputs``
+            and ``outputs``) of a program, or a list of these. None and empty values mean that the row has no tests.
 
     Raises:
         RewardError: The value has none of these forms.
@@ -417,8 +417,8 @@ def run_tests(
     **What is not protected**: neither bubblewrap nor containers protect from bugs in the kernel or the CPU. If the
     trainer runs as root, the kernel limits neither the number of processes nor their total memory. Do not run it as root, or
     use a container with ``--pids-limit`` and ``--memory``. Bubblewrap does not limit the number of empty files, each of
-    which takes about 1 kB of kernel memory; only the timeout does. A test written as code runs in the same process as the
-    completion, which can tamper with it. Tests with inputs and outputs are compared outside the sandbox.
+    which takes about 1 kB of kernel memory. Only the timeout limits it. A test written as code runs in the same process
+    as the completion, which can tamper with it. Tests with inputs and outputs are compared outside the sandbox.
 
     Args:
         source: Python code.
@@ -480,7 +480,7 @@ print({word!r})
 
 
 def _reason(outcome: Outcome, limits: Limits) -> str:
-    """Return the reason why a program did not run to its end. Return an empty string if it did."""
+    """Return the reason why a program did not run to its end. Return an empty string if the program ran to its end."""
     if outcome.status is None:
         return f"timed out after {2 * limits.timeout:g} s"
     if outcome.status == 0:

@@ -62,8 +62,8 @@ class ReasoningGymReward:
     Args:
         task: A reasoning-gym dataset.
         name: Name in metrics and tables.
-        extract: How the answer is found in a completion: a method of `extract_answer`, or a function that returns the
-            answer or None.
+        extract: Method of `extract_answer` that finds the answer in a completion, or a function that returns the answer
+            or None.
     """
 
     def __init__(self, task: Any, name: str, extract: str | Callable[[str], str | None] = "auto") -> None:
@@ -126,8 +126,8 @@ def reasoning_gym_task(
             is sampled from one of its tasks.
         size: Number of rows.
         seed: Random seed of the rows.
-        system_prompt: System message. It can describe the format of answers, e.g. ``<answer>...</answer>``.
-        extract: How the answer is found in a completion: a method of `extract_answer`, or a function.
+        system_prompt: System message. The prompt can describe the format of answers, e.g. ``<answer>...</answer>``.
+        extract: Method of `extract_answer` that finds the answer in a completion, or a function.
         config: Settings of the task, with the names of reasoning-gym.
 
     Returns:

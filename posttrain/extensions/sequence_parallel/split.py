@@ -43,7 +43,7 @@ Compare = Callable[..., dict[str, Any]]
 
 @dataclass
 class Traffic:
-    """Traffic of this process. It can be compared with the formula in the module's docstring.
+    """Traffic of this process. The measured traffic can be compared with the formula in the module's docstring.
 
     Attributes:
         calls: Number of all-to-all calls for attention, including those of the backward pass.
@@ -232,8 +232,8 @@ class TokenSplit:
                 self.in_turn = False
 
     def check_alone(self, model: nn.Module) -> None:
-        """Raise an error if the model is sharded. This forward pass runs on one process, which cannot gather the shards
-        alone.
+        """Raise an error if the model is sharded. The forward pass runs on this process alone, which cannot gather the
+        shards of other processes.
 
         Raises:
             ModelError: A module gathers its shards in the forward pass.
@@ -288,8 +288,8 @@ def layer_bytes(
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of ``(n, M)``: row i is sent to process i and replaced by the row from process i. Its backward is the
-    same exchange.
+    """All-to-all of ``(n, M)``: row i is sent to process i and replaced by the row from process i. The backward pass is
+    the same exchange.
     """
 
     @staticmethod
@@ -382,7 +382,9 @@ def _piece(
 
 
 def _compared_at_owner(head: TokenHead, own: tuple[Tensor, int], split: TokenSplit, owner: int) -> Compare:
-    """Gather the last hidden states on the process that owns the batch. It compares them with those of another model."""
+    """Gather the last hidden states on the process that owns the batch. This process compares them with the hidden
+    states of another model.
+    """
 
     def compare(hidden: Tensor, layer: nn.Module, rule: Any, piece: TokenHead) -> dict[str, Any]:
         (whole,) = split.at_owner(owner, [_all_positions(hidden, *own)])
@@ -397,8 +399,8 @@ def _compared_at_owner(head: TokenHead, own: tuple[Tensor, int], split: TokenSpl
 
 
 def _all_positions(values: Tensor, where: Tensor, count: int) -> Tensor:
-    """Return a tensor for all ``count`` positions. It contains this process's ``values (n, ...)``, and zeros for all
-    other positions.
+    """Return a tensor for all ``count`` positions. The tensor contains this process's ``values (n, ...)``, and zeros
+    for all other positions.
     """
     return values.new_zeros(count, *values.shape[1:]).index_put((where,), values)
 

@@ -221,7 +221,9 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
 
 
 def _tried(model: nn.Module, batch: Batch, needs: frozenset[str], size: int) -> ModelOutputs:
-    """Run a forward pass. If it fails, raise an error that names the model. All processes of a group fail in the same way."""
+    """Run a forward pass. If the pass fails, raise an error that names the model. All processes of a group fail in the
+    same way.
+    """
     try:
         return forward(model, batch, needs)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:

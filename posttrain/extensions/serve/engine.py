@@ -37,8 +37,8 @@ class Job:
     Attributes:
         request: Prompt with its number of completions and its sampling settings.
         version: Version of the weights that sampled the completions.
-        rollouts: Future of the completions. If sampling fails, it holds the error.
-        left: Whether the client has disconnected, so that nobody waits for the completions.
+        rollouts: Future of the completions. If sampling fails, the future holds the error.
+        left: Whether the client has disconnected and no longer waits for the completions.
     """
 
     request: Prompt
@@ -88,12 +88,12 @@ class ServedEngine:
     # Generation. All methods except `submit` and `let_go` are called in the engine's thread.
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        """Queue jobs. They start after the current call, together with other waiting jobs."""
+        """Queue jobs. The jobs start after the current call, together with other waiting jobs."""
         self.waiting += jobs
         self.thread.submit(self.write_waiting)
 
     def let_go(self, jobs: Iterable[Job]) -> bool:
-        """Mark jobs as disconnected. End the current call if no client is waiting for it.
+        """Mark the clients of jobs as disconnected. End the current call if no client is waiting for it.
 
         Returns:
             Whether the call was interrupted. An engine that has not started the call yet can miss the interruption, so

@@ -214,7 +214,7 @@ class Completions(Strict):
         placed = encoder.processor.place(ids, pictures)
         theirs, ours = [(p.start, p.count) for p in self.placed], [(p.start, p.count) for p in placed]
         if theirs != ours:
-            raise DataError(f"PT-G016: images are at {ours} (start, count) here, but at {theirs} in the trainer.")
+            raise DataError(f"PT-G016: the server places images at {ours} (start, count), but the trainer at {theirs}.")
         return placed
 
 
@@ -401,7 +401,7 @@ class Host:
         return {"status": "paused"}
 
     async def resume(self) -> dict[str, Any]:
-        """Resume generation. It has no effect if generation is not paused."""
+        """Resume generation. The call has no effect if generation is not paused."""
         self.served.paused = False
         self.served.submit([])
         return {"status": "resumed"}
@@ -457,7 +457,8 @@ class Host:
     async def load_lora_adapter(
         self, lora_name: Annotated[str, Body()], lora_path: Annotated[str, Body()], request: Request
     ) -> dict[str, Any]:
-        """Add an adapter to the base model and use it for sampling. Its name is the new version of the weights.
+        """Add an adapter to the base model and use it for sampling. The name of the adapter is the new version of the
+        weights.
 
         Raises:
             HTTPException: Status 403: the client runs on another machine.

@@ -27,7 +27,8 @@ PROBE_TOP = 5
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Requirements that a run has on its rollout server. None or 0 means that the run has no such requirement.
+    """Requirements that a run has on its rollout server. A value of None or 0 means that the run has no such
+    requirement.
 
     Attributes:
         shape: Architecture, hidden size, layers and key-value heads of the policy, under the names that servers use.

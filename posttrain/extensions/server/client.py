@@ -393,7 +393,7 @@ class VLLMClient:
         Args:
             prompts: Token ids, or texts (which `posttrain serve` does not support).
             n: Number of completions per prompt.
-            seeds: One seed per prompt. With None, the server selects the seeds.
+            seeds: One seed per prompt. If None, the server selects the seeds.
             retries: Maximum number of retries if there is no response, or if the status is 502, 503 or 504.
             own: Additional fields for each prompt.
             body: Additional fields for all prompts.
@@ -509,8 +509,8 @@ class VLLMClient:
         }
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, top: int = 0) -> list[Scores]:
-        """Compute log-probs of given sequences under the server's weights at temperature 1. Teachers and weight
-        comparisons use them.
+        """Compute log-probs of given sequences under the server's weights at temperature 1. Teachers and comparisons of
+        weights use these log-probs.
 
         Each sequence is a separate request. Up to 16 requests are sent concurrently, and the server batches them.
 
@@ -565,7 +565,7 @@ class VLLMClient:
         self.call("POST", "/pause?mode=wait", timeout=self.sync_timeout, retries=3)
 
     def resume(self) -> None:
-        """Resume generation after `pause`. It has no effect if generation is not paused."""
+        """Resume generation after `pause`. The call has no effect if generation is not paused."""
         self.call("POST", "/resume", retries=3)
 
     # Methods that update the server's weights.
@@ -682,7 +682,9 @@ class VLLMClient:
                 logger.info("%s did not accept the end of a failed update: %s", self.base_url, error)
 
     def init_communicator(self, device: torch.device | str = 0) -> None:
-        """Join the server's NCCL group for weight updates, as TRL's client does. It needs vLLM and a separate GPU."""
+        """Join the server's NCCL group for weight updates, as TRL's client does. This method needs vLLM and a separate
+        GPU.
+        """
         from posttrain.extensions.server.weight_sync import NcclSender
 
         self.communicator = NcclSender(self, device)

@@ -91,8 +91,8 @@ class ServerEngine(RolloutEngine):
     after it has received the current weights.
 
     On servers, a version of the weights has the name ``RUN-NUMBER``, where ``RUN`` is unique for every engine object.
-    Every response must contain the version of the weights that sampled it. If another version or another trainer's
-    weights sampled it, the response is rejected.
+    Every response must contain the version of the weights that sampled it. A response from another version or from
+    another trainer's weights is rejected.
 
     Args:
         urls: Addresses of the servers; see `ServerPool`.
@@ -180,7 +180,7 @@ class ServerEngine(RolloutEngine):
         return min((int(s.info[name]) for s in self.fleet.all if s.info.get(name)), default=None)
 
     def _placeholder(self) -> int | None:
-        """Return the token id that image features replace in the prompt. None: the servers have different ids."""
+        """Return the token id that image features replace in the prompt. Return None if the servers have different ids."""
         known = {server.info.get("placeholder") for server in self.fleet.live or self.fleet.all}
         return known.pop() if len(known) == 1 else None
 
@@ -206,7 +206,7 @@ class ServerEngine(RolloutEngine):
         )
 
     def _adapter_rank(self) -> int | None:
-        """Return the maximum adapter rank that all servers support. None: at least one server does not support adapters
+        """Return the maximum adapter rank that all servers support. Return None if a server does not support adapters
         or shared memory.
         """
         servers = self.fleet.live or self.fleet.all
@@ -215,7 +215,7 @@ class ServerEngine(RolloutEngine):
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
         """Compute the log-probs of sequences after their prompts, on every server that has weights. The result maps
-        each server to one list per sequence.
+        each server to a list with one entry per sequence.
 
         Raises:
             ServerUnreachable: No server is available. If the reason is a busy server, the error is `ServerBusy`.
@@ -382,8 +382,9 @@ class ServerEngine(RolloutEngine):
         If no server is available, the call waits for a server before it reads the first tensor.
 
         Args:
-            named_tensors: All weights as `posttrain.rollouts.shared_weights.Weights` or as pairs (name, tensor), which
-                are always read to the end. Or a LoRA adapter as `posttrain.rollouts.adapters.AdapterWeights`.
+            named_tensors: All weights, or a LoRA adapter. Weights are `posttrain.rollouts.shared_weights.Weights` or
+                pairs (name, tensor), which are always read to the end. An adapter is
+                `posttrain.rollouts.adapters.AdapterWeights`.
             version: Version number of the trainer.
 
         Raises:
@@ -504,13 +505,14 @@ class ServerVersions:
 
 
 class ServerTransfer(WeightTransfer):
-    """Weight transfer to servers. It implements `WeightTransferProtocol`.
+    """Weight transfer to servers. The class implements `WeightTransferProtocol`.
 
-    A server is paused only during its own update. If an update fails, the server is excluded. It is used again after it
-    is healthy and has received the weights.
+    A server is paused only during its own update. If an update fails, the server is excluded. An excluded server is
+    used again after it is healthy and has received the weights.
 
     Args:
-        make: Function that creates the engine that pushes weights. It is called only on the rank that pushes weights.
+        make: Function that creates the engine that pushes weights. The function is called only on the rank that pushes
+            weights.
     """
 
     def __init__(self, make: Callable[[], ServerEngine]) -> None:
@@ -584,7 +586,7 @@ class ServerTransfer(WeightTransfer):
 
 
 class FollowingEngine(ServerEngine):
-    """Engine of a rollout worker. It sends requests to servers, to which the trainer's process pushes weights.
+    """Engine of a rollout worker. The engine sends requests to servers, to which the trainer's process pushes weights.
 
     `set_servers` sets the servers. A server may have weights that this run did not push, because it was restarted or
     because another trainer uses it. A response from such weights is rejected, and the request is sent to another

@@ -38,8 +38,8 @@ class Guard:
     - **415**: the body is not ``application/json``. Web pages can send other types without a preflight request.
     - **413**: the body is too large.
 
-    vLLM's own token protects only ``/v1``. It does not protect the endpoints that replace weights, so `posttrain
-    vllm-serve` adds this guard.
+    vLLM's own token protects only ``/v1``. That token does not protect the endpoints that replace weights, so
+    `posttrain vllm-serve` adds this guard.
 
     Args:
         app: The application.
@@ -113,8 +113,8 @@ class Guard:
 class LoopbackGuard(Guard):
     """`Guard` for a server that listens on a loopback address.
 
-    The ``Host`` header of a request must be a loopback name, otherwise the status is 403. This protects against DNS
-    rebinding, with which a web page could reach the server under its own host name.
+    The ``Host`` header of a request must be a loopback name, otherwise the status is 403. This check protects against
+    DNS rebinding, with which a web page could reach the server under the page's own host name.
     """
 
     hosts = LOOPBACK

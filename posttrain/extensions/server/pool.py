@@ -39,10 +39,11 @@ class Server:
         info: Properties that the server last reported.
         holds: Name of the version of the server's weights. Empty: unknown, so the weights must be pushed again.
         outstanding: Number of tokens that were requested and for which no response has arrived yet.
-        asked: Number of requests for which the server was selected. Among idle servers, the one with the smallest
-            number is selected.
+        asked: Number of requests for which the server was selected. The idle server with the smallest number of
+            requests is selected.
         down: Error because of which the server receives no requests. None: the server is available.
-        lock: File lock that other trainers on this machine cannot acquire. None if no weights are pushed to the server.
+        lock: File lock that other trainers on this machine cannot acquire. The lock is None if no weights are pushed to
+            the server.
         listed: Whether the server is in the list of addresses. A removed server is closed only after its last response,
             because reading from a closed connection would block until the timeout.
     """
@@ -130,10 +131,10 @@ class ServerPool:
                     "vllm_server_base_url.",
                     url=hide_secrets(url),
                 ) from error
-            logger.warning("%s is not available yet, and will be used when it is: %s", hide_secrets(url), error)
+            logger.warning("server %s is not available yet and is used once it answers: %s", hide_secrets(url), error)
 
     def _admit_new(self, urls: Sequence[str], left_out: type[RolloutServerError]) -> dict[str, RolloutServerError]:
-        """Connect to servers that were added to the list. Return the errors of those that are not available."""
+        """Connect to servers that were added to the list. Return the errors of servers that are not available."""
         late: dict[str, RolloutServerError] = {}
         for url in urls:
             if url not in self.servers:
@@ -189,8 +190,8 @@ class ServerPool:
     def refresh(self, force: bool = False) -> None:
         """Add new servers, release removed servers, and check whether unavailable servers have become available.
 
-        Only one thread does this at a time. Other threads return immediately and use the current list, unless ``force``
-        is set.
+        Only one thread runs this method at a time. Other threads return immediately and use the current list, unless
+        ``force`` is set.
         """
         if not force and time.monotonic() - self._looked < REFRESH_SECONDS:
             return
@@ -216,8 +217,8 @@ class ServerPool:
     def look_at(self, server: Server) -> None:
         """Request the version of the server's weights, because the server may have been restarted.
 
-        If the server was unavailable and responds, it receives requests again. If it responds slowly, its version is
-        assumed to be unchanged.
+        If the server was unavailable and responds, it receives requests again. The version of a server that responds
+        slowly is assumed to be unchanged.
         """
         try:
             if server.down is not None:
@@ -239,7 +240,7 @@ class ServerPool:
 
     @property
     def all(self) -> list[Server]:
-        """All servers as a list. It is a copy, because other threads may change the dict."""
+        """All servers as a list. The list is a copy, because other threads may change the dict of servers."""
         return list(self.servers.values())
 
     @property

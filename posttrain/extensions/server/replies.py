@@ -174,7 +174,7 @@ def checked_choices(
 
     Args:
         reply: The response.
-        prompt: Token ids or text. If it is text, the token ids in the response are not checked.
+        prompt: Token ids or text. If the prompt is text, the token ids in the response are not checked.
         n: Number of requested completions.
         most: Maximum number of tokens per completion.
         vocabulary: Vocabulary size. None if it is unknown.
@@ -202,8 +202,8 @@ def checked_choices(
 
 
 def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
-    """Return, for every token of a choice, the candidates as pairs (token id, log-prob), most likely first. They
-    include the sampled token.
+    """Return, for every token of a choice, the candidates as pairs (token id, log-prob), most likely first. The
+    candidates include the sampled token.
     """
     logprobs = choice["logprobs"]
     tops = logprobs.get("top_logprobs") or [None] * len(choice["token_ids"])

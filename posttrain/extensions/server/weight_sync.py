@@ -169,8 +169,8 @@ class NcclSender:
     """Trainer's side of vLLM's NCCL weight transfer. Metadata is sent over HTTP, and tensors are broadcast between GPUs
     in packed buffers.
 
-    It is used for servers that were started with ``--weight-transfer-config '{"backend": "nccl"}'``, as TRL starts
-    them. It has not been tested on a GPU. All other servers get weights through shared memory.
+    This transfer is used for servers that were started with ``--weight-transfer-config '{"backend": "nccl"}'``, as TRL
+    starts them. This code path has not been tested on a GPU. All other servers get weights through shared memory.
 
     Args:
         client: Client of the server.

@@ -38,9 +38,10 @@ class BEMACallback(transformers.TrainerCallback):
         result  = E + alpha_t * (theta_t - theta_0)
 
     With ``ema_power=0``, ``E`` equals the current weights. With ``bias_power=0``, the correction ``alpha_t`` stays 1.
-    With a large ``bias_power``, it is almost 0. Only trained parameters are averaged, in float32. If an adapter is
-    trained, these are its parameters. The state is saved in every checkpoint and restored on resume. The average always
-    includes the weights after the last step, because otherwise a run with few steps would save its initial weights.
+    With a large ``bias_power``, the correction is almost 0. Only trained parameters are averaged, in float32. If an
+    adapter is trained, only its parameters are averaged. The state is saved in every checkpoint and restored on resume.
+    The average always includes the weights after the last step, because otherwise a run with few steps would save its
+    initial weights.
 
     Args:
         update_freq: Number of optimizer steps between two updates, counted from ``update_after``.
@@ -189,8 +190,8 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Compute the result with the current weights. It cannot wait until training ends, because early stopping is
-        decided here, and the best weights may then replace the current weights.
+        """Compute the result with the current weights. The result must be computed now and not at the end of training,
+        because early stopping is decided here and the best weights may then replace the current weights.
         """
         if args.load_best_model_at_end:
             self._finish(unwrapped(model), state)

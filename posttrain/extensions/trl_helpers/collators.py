@@ -129,11 +129,11 @@ class DataCollatorForLanguageModeling(Collator):
     Rows have ``input_ids`` and optionally ``labels`` (default: the ids) and ``seq_lengths`` (lengths of the documents
     in a packed row). A padded batch has ``input_ids``, ``attention_mask`` and ``labels``, all ``(B, L)``. A
     padding-free batch of T tokens has ``input_ids``, ``position_ids`` (which start at 0 in every document) and
-    ``labels``, all ``(1, T)`` int64. It also has the document numbers ``seq_idx (1, T)`` int32, the document boundaries
-    ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``(documents + 1,)`` int32, and the ints ``max_length_q`` and
-    ``max_length_k``. It has no attention mask, because with a mask documents would attend to each other. The first
-    token of a document has no loss, because it would be predicted from another document. Each token that
-    ``pad_to_multiple_of`` adds is a separate document.
+    ``labels``, all ``(1, T)`` int64. A padding-free batch also has the document numbers ``seq_idx (1, T)`` int32, the
+    document boundaries ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``(documents + 1,)`` int32, and the ints
+    ``max_length_q`` and ``max_length_k``. A padding-free batch has no attention mask, because with a mask documents
+    would attend to each other. The first token of a document has no loss, because it would be predicted from another
+    document. Each token that ``pad_to_multiple_of`` adds is a separate document.
 
     Attributes:
         pad_token_id: Value of padding in ``input_ids``.

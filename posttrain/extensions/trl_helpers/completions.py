@@ -81,7 +81,7 @@ class EvalPrompts:
     and the random state of training are the same afterwards.
 
     Args:
-        trainer: Trainer with a tokenizer. Its ``eval_dataset`` contains the prompts.
+        trainer: Trainer with a tokenizer. The trainer's ``eval_dataset`` contains the prompts.
         generation_config: Sampling settings; see `to_sampling`.
         num_prompts: Number of rows to use, from the start of the dataset. None: all rows.
         dataset: Dataset to use instead of ``eval_dataset``.
@@ -160,7 +160,7 @@ class EvalPrompts:
 def _rows(dataset: AnyDataset, name: str, num_prompts: int | None) -> datasets.Dataset:
     if dataset is None:
         raise ConfigError(
-            "completions are sampled from the prompts of eval_dataset, but the trainer has no eval_dataset. Fix: pass one."
+            "completions are sampled from the prompts of eval_dataset, but the trainer has no eval_dataset. Fix: set dataset."
         )
     if num_prompts is not None and num_prompts < 1:
         raise ConfigError(f"num_prompts={num_prompts} must be at least 1, or None for all prompts.")

@@ -122,9 +122,9 @@ class DataCollatorForVisionLanguageModeling(VisionCollator):
 
     def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
         if self.assistant_only_loss and "messages" not in examples[0]:
-            raise ConfigError("assistant_only_loss=True needs rows of 'messages'.")
+            raise ConfigError("assistant_only_loss=True needs rows with a column 'messages'.")
         if self.completion_only_loss and "prompt" not in examples[0]:
-            raise ConfigError("completion_only_loss=True needs rows of 'prompt' and 'completion'.")
+            raise ConfigError("completion_only_loss=True needs rows with the columns 'prompt' and 'completion'.")
         pictures, rows = self._read(examples)
         batch = self._batch(rows, pictures)
         answers = batch.pop("completion_mask")
@@ -205,7 +205,7 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
     sampling.
 
     The batch has ``input_ids``, ``attention_mask``, ``labels`` (-100 on the prompt) and ``byte_offsets (B, L, 2)``, the
-    start and end in bytes of each loss token within its completion. It also has ``prompts`` and
+    start and end in bytes of each loss token within its completion. The batch also has ``prompts`` and
     ``prompt_attention_mask``, padded on the left, the texts ``original_prompt_text`` and ``original_completion_text``
     without template, and the image tensors.
 

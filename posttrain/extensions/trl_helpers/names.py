@@ -79,8 +79,8 @@ def ensure_master_addr_port(addr: str | None = None, port: int | None = None) ->
 
     Args:
         addr: Host of rank 0. None: ``localhost``.
-        port: Port from 1 to 65535. None or 0: the port of the environment, or a free port if the environment has none,
-            0 or "auto".
+        port: Port from 1 to 65535. If None or 0, the port of the environment is used. If the environment has no port, 0
+            or "auto", a free port is used.
     """
     os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR") or addr or "localhost"
     named = os.environ.get("MASTER_PORT", "").strip()

@@ -65,8 +65,8 @@ def prepare_model_for_kbit_training(
     use_gradient_checkpointing: bool = True,
     gradient_checkpointing_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Freeze the parameters of a base model. If it is quantized, also enable gradients for the embeddings' outputs and,
-    if requested, activation checkpointing.
+    """Freeze the parameters of a base model. If the model is quantized, also enable gradients for the embeddings'
+    outputs and, if requested, activation checkpointing.
 
     No parameter is cast to float32. Norms in 16 bits need less memory, and adapters train equally well with them.
     """

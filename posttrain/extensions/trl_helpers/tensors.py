@@ -166,7 +166,7 @@ def truncate_right(
         pad_token_id: Id that replaces the tokens after the stop token. It may equal the stop token.
 
     Returns:
-        The ids, and a mask in their dtype with 1 for kept tokens. Both have the shape of ``input_ids``.
+        The ids, and a mask in their dtype with 1 for kept tokens. Ids and mask have the shape of ``input_ids``.
 
     Raises:
         DataError: The list of stop tokens is empty.
@@ -357,7 +357,8 @@ def selective_log_softmax(
         logits: ``(..., V)`` floating-point logits.
         index: ``(...)`` or ``(..., K)`` int64 in ``[0, V)``.
         temperature: T, above 0.
-        row_mask: ``(...)``. Rows where it is false return 0 and get no gradient. Their logits and indices are not read.
+        row_mask: ``(...)``. Rows where it is false return 0 and get no gradient. The logits and indices of these rows
+            are not read.
         out_dtype: Dtype of the result. None: the dtype of the logits. Use ``torch.float32`` for importance ratios,
             which are noisy in half precision.
 

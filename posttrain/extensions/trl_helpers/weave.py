@@ -31,8 +31,8 @@ class WeaveCallback(transformers.TrainerCallback):
     Without scorers, each completion is logged as a trace. With scorers, each evaluation is logged as a Weave
     evaluation: one prediction with scores per prompt, and a summary with ``total_predictions``,
     ``successful_predictions`` and ``avg_<name>`` for every scorer. If a scorer or a prediction fails, the error is
-    logged, and it does not count in averages. Each call has the training step, the model's name and the sampling
-    settings as attributes. If the package weave is not installed, the callback only logs a warning.
+    logged, and the failure does not count in averages. Each call has the training step, the model's name and the
+    sampling settings as attributes. If the package weave is not installed, the callback only logs a warning.
 
     Args:
         trainer: Trainer that the callback is added to.

@@ -156,8 +156,8 @@ UNKNOWN = ("no_repeat_ngram",)  # Fields of `Sampling` that vLLM does not suppor
 class VLLMEngine(RolloutEngine):
     """Rollout engine that runs vLLM in the trainer's process.
 
-    Log-probs are those after temperature and truncation (``processed_logprobs``). If sampling is truncated, log-probs
-    before truncation are not available, so `Rollout.logp` contains the processed log-probs too.
+    vLLM returns log-probs after temperature and truncation (``processed_logprobs``). If sampling is truncated,
+    log-probs before truncation are not available, so `Rollout.logp` contains the processed log-probs too.
 
     Args:
         llm: A ``vllm.LLM`` with ``logprobs_mode="processed_logprobs"``; see `create`.
@@ -355,7 +355,7 @@ class VLLMEngine(RolloutEngine):
         }
 
     def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
-        """Convert a completion from vLLM to a rollout. Its log-probs are those of the sampled distribution."""
+        """Convert a completion from vLLM to a rollout. The rollout's log-probs are those of the sampled distribution."""
         ids, most = list(completion.token_ids), sampling.top_logps
         # At each position, vLLM returns the sampled token first and the most likely tokens after it.
         logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
@@ -499,7 +499,7 @@ def server_options(cpu: bool) -> dict[str, str | None]:
     """Return the options that vLLM's server needs, so that log-probs are correct and weights can be pushed.
 
     Args:
-        cpu: Whether vLLM runs on a CPU. If so, prefill is not chunked, because otherwise requests with seeds would
+        cpu: Whether vLLM runs on a CPU. On a CPU, prefill is not chunked, because otherwise requests with seeds would
             fail.
     """
     options: dict[str, str | None] = {name: value for name, (value, _) in CHECKED.items()}
@@ -540,8 +540,8 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
     _refuse_abbreviations(rest, known)
     if parsed.config:
         raise ConfigError(
-            f"--config {parsed.config}: options in a file are not checked, and the token is written for the port on the "
-            "command line. Fix: pass all options on the command line."
+            f"--config {parsed.config}: a file is not supported, because its options are not checked and the "
+            "token is written for the port on the command line. Fix: pass all options on the command line."
         )
     if not parsed.model:
         raise ConfigError("--model is missing: set the model to serve.")
@@ -578,8 +578,8 @@ def _refuse_abbreviations(words: Sequence[str], known: argparse.ArgumentParser) 
 
 
 def _set_token(words: Sequence[str]) -> None:
-    """Create a token for a server that was started without one. Such a server listens only on a loopback address.
-    Trainers of the same user find the token in a file.
+    """Create a token for a server that was started without one. A server without a token listens only on a loopback
+    address. Trainers of the same user find the token in a file.
 
     If another process listens on the port, this server cannot start, so the other process's token is not replaced.
     """
@@ -615,8 +615,8 @@ def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
         )
     if cpu and parsed.enable_chunked_prefill:
         raise ConfigError(
-            "--enable-chunked-prefill on a CPU: this build cannot rewind a seeded generator after a chunk, and stops "
-            "with 'CPU Generator does not use offset'. Fix: remove it."
+            "--enable-chunked-prefill does not work on a CPU: vLLM cannot rewind a seeded generator after a "
+            "chunk, and stops with 'CPU Generator does not use offset'. Fix: remove the option."
         )
 
 
@@ -669,8 +669,8 @@ def _chained(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
 
 
 def _drawn(request: Request, call: Sampling) -> int:
-    """Return the number of completions to request from vLLM. For greedy decoding it is 1, because vLLM rejects larger
-    numbers.
+    """Return the number of completions to request from vLLM. For greedy decoding, the number is 1, because vLLM rejects
+    larger numbers.
     """
     return 1 if (request.sampling or call).temperature == 0 else request.n
 
@@ -707,8 +707,8 @@ def _engine_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
 
 
 def _adapter_rank(model: nn.Module, args: PostTrainingConfig, sleep_level: int | None) -> int | None:
-    """Return the rank of the trained adapter if it can be pushed without merging, else None. With sleep level 2 it must
-    be merged, because vLLM drops the base model.
+    """Return the rank of the trained adapter if it can be pushed without merging, else None. With sleep level 2, the
+    adapter must be merged, because vLLM drops the base model.
     """
     if args.adapter_sync == "merged" or sleep_level == 2 or adapter_obstacle(model, ADAPTED) is not None:
         return None

@@ -50,7 +50,7 @@ class Reload:
         initialize_layerwise_reload(model)
 
     def load(self, pairs: Iterable[Pair]) -> None:
-        """Load some of the tensors. They are copied, so the caller may overwrite them.
+        """Load some of the tensors. The tensors are copied, so the caller may overwrite them.
 
         Raises:
             ModelError: A name or a shape differs from vLLM's model. The update ends, and the weights stay incomplete.

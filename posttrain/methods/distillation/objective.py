@@ -268,8 +268,8 @@ def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor,
         axes: ``beta`` and the temperature.
 
     Returns:
-        ``(n,)`` equal values. Their sum is the sum of the losses of the n tokens, so the loss does not depend on the chunk
-        size.
+        ``(n,)`` equal values. The sum of these values is the sum of the losses of the n tokens, so the loss does not
+        depend on the chunk size.
 
     Raises:
         ConfigError: The function does not return a scalar.
@@ -418,10 +418,10 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
     q is the student's distribution and p the teacher's. ``d`` is the divergence, or the policy gradient of the sampled token.
     With several teachers, ``d = sum_i w_i D(q, p_i)``. The weights ``w_i`` sum to 1. If each row selects its teacher, the
     weight of this teacher is 1. Each teacher only scores the ids of its own support, so teachers may be servers. With
-    ``beta=0``, the gradient equals that of the divergence from the mixture ``sum_i w_i p_i``. With ``beta=1``, it equals that
-    of the divergence from the normalized geometric mean ``prod_i p_i ** w_i``. For other values of beta, the sum of divergences
-    does not equal the divergence from one combined teacher. With the estimator ``score``, the reward of a token is ``sum_i w_i
-    log p_i - log q``.
+    ``beta=0``, the gradient equals that of the divergence from the mixture ``sum_i w_i p_i``. With ``beta=1``, the
+    gradient equals that of the divergence from the normalized geometric mean ``prod_i p_i ** w_i``. For other values of
+    beta, the sum of divergences does not equal the divergence from one combined teacher. With the estimator ``score``,
+    the reward of a token is ``sum_i w_i log p_i - log q``.
 
     Args:
         out: Model outputs whose ``compared`` is from `Comparison` or `AlignedComparison`.
@@ -517,8 +517,8 @@ def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Te
 
 
 def _importance(out: ModelOutputs, batch: Batch, axes: Axes) -> Tensor | float:
-    """Return the importance weight of each token, limited to ``is_clip``. It corrects for tokens that older weights have
-    sampled.
+    """Return the importance weight of each token, limited to ``is_clip``. The weight corrects for tokens that older
+    weights have sampled.
     """
     if axes.is_clip is None or batch.old_logp is None:
         return 1.0

@@ -125,10 +125,12 @@ def frozen(model: nn.Module, autocast: Callable[[], AbstractContextManager] = nu
 
 @dataclass
 class ModelTeacher:
-    """Teacher model in this process. Its logits are computed only at positions where they are compared with the student's.
+    """Teacher model in this process. The teacher's logits are computed only at positions where they are compared with
+    the student's.
 
     Attributes:
-        running: Context manager that returns the model in evaluation mode, without gradients. It may activate another adapter.
+        running: Context manager that returns the model in evaluation mode, without gradients. The context manager may
+            activate another adapter.
         layout: Arrangement of sequences in the teacher's batch rows. Prefix trees are used if a probe shows that they give
             exact results.
         shared: Whether the teacher can use the student's batches, i.e. their layout is also exact for the teacher.
@@ -218,8 +220,8 @@ def shares_of_batch(
         weights: Mapping from each teacher's name to the weight of its divergence. Every teacher then scores every sequence.
             None: use the column ``teacher``.
         names: Names of the teachers, in the order of their numbers.
-        say: Function that returns the outputs of a teacher. Its arguments are the teacher's name and a list of sequences (None:
-            all sequences).
+        say: Function that returns the outputs of a teacher. The function's arguments are the teacher's name and a list
+            of sequences (None: all sequences).
     """
     if weights is not None:
         return {name: TeacherShare(say(name, None), weight=weights[name]) for name in names if weights[name]}
@@ -423,8 +425,9 @@ def score_dataset(
 ) -> int:
     """Write the teacher's scores of every answer of a dataset to a file, and return the number of rows.
 
-    Pass the path of the file as ``teacher_scores`` of a config. It is an Arrow file with one row per answer, in the order of
-    the dataset, and ``batch_size`` rows per record batch. The file is created at ``path`` only when all rows are written.
+    Pass the path of the file as ``teacher_scores`` of a config. The result is an Arrow file with one row per answer, in
+    the order of the dataset, and ``batch_size`` rows per record batch. The file is created at ``path`` only when all
+    rows are written.
 
     Args:
         teacher: A causal language model with the student's tokenizer.

@@ -212,7 +212,7 @@ class EntropyBonus:
 
     After every optimizer step, an adaptive coefficient increases by a fixed amount if the entropy of the step is at or below
     the target. Otherwise, it decreases by this amount. The bonus is applied only if the entropy of the previous step was at or
-    below the target. It is therefore never applied in the first step.
+    below the target. The bonus is therefore never applied in the first step.
 
     Attributes:
         coefficient: Current coefficient, even if the bonus is not applied.
@@ -227,7 +227,7 @@ class EntropyBonus:
     ever_applied: bool = False
 
     def applied(self, args: GRPOConfig) -> float:
-        """Return the coefficient for the current step. It is 0 if the bonus is not applied."""
+        """Return the coefficient for the current step. The coefficient is 0 if the bonus is not applied."""
         return self.coefficient if not args.use_adaptive_entropy or self.last <= args.entropy_target else 0.0
 
     def after(self, entropy: float, args: GRPOConfig) -> EntropyBonus:

@@ -22,8 +22,8 @@ class Chunks(NamedTuple):
     """Layout of tokens in chunks, ordered by depth.
 
     Attributes:
-        tokens: ``(N, C)`` flat index of each token. For positions of a chunk without a token, it is the number of
-            tokens.
+        tokens: ``(N, C)`` flat index of each token. Positions of a chunk without a token have the number of tokens as
+            index.
         places: ``(tokens,)`` index of each token in ``tokens.flatten()``. For padding, it is ``N * C``.
         levels: For each depth, the slice of its chunks.
         parents: For each depth after the first, ``(n,)`` index of each chunk's parent within the previous depth.

@@ -37,8 +37,8 @@ def kda(
         log_decay: ``(B, T, H, dk)`` logs of decays, at most 0.
         beta: ``(B, T, H)`` step sizes.
         chunks: Layout of the batch.
-        initial: ``(S, H, dk, dv)`` states from which sequences continue. If it is given, each segment of ``chunks`` is one
-            sequence.
+        initial: ``(S, H, dk, dv)`` states from which sequences continue. With initial states, each segment of
+            ``chunks`` is one sequence.
 
     Returns:
         ``(B, T, H, dv)`` in float32, or in float64 if ``v`` is float64, zero for padding. With ``initial``, the states after

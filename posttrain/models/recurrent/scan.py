@@ -58,7 +58,7 @@ def scan_from(
     """Compute a linear recurrence of sequences that continue from given states, without gradients.
 
     ``initial`` contains the states ``(S, G, dk, r, dv)`` of S sequences, with ``r = H / G``. Every segment of ``chunks`` is a
-    sequence. Other arguments are described in `scan`, and have the same dtype. Final states are returned too.
+    sequence. `scan` describes the other arguments, which have the same dtype. Final states are returned too.
     """
     x = _inside(q, k, v, log_decay, beta, chunks)
     out, states, updates = _through(x, chunks, initial)

@@ -16,7 +16,7 @@ from posttrain.types import Segment
 
 
 class States:
-    """Convolutions and recurrences of a pass in sampling. Each row is one sequence, and there are no gradients.
+    """Convolutions and recurrences of a pass of the sampler. Each row is one sequence, and there are no gradients.
 
     Args:
         tensors: States ``(rows, ...)`` in the order in which layers use them. A state is the last inputs of a
@@ -110,7 +110,7 @@ def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, bet
         q: ``(n, 1, G, dk)``.
         k: ``(n, 1, G, dk)``.
         v: ``(n, 1, G * r, dv)``.
-        log_decay: Logs of decays. They must be expandable to the shape of the state.
+        log_decay: Logs of decays, expandable to the shape of the state.
         beta: ``(n, 1, G * r)`` step sizes. None: a state space model, which has no delta rule.
 
     Returns:

@@ -70,8 +70,8 @@ def replaced(model: nn.Module) -> str:
 def _passes_arguments(file: str) -> bool:
     """Return whether all methods of a modeling file that call its recurrent functions accept any keyword argument.
 
-    Those of LFM2 in transformers 5.17 to 5.19 do not, so that ``forest`` and ``recurrent_states`` would be ignored
-    without an error.
+    The methods of LFM2 in transformers 5.17 to 5.19 do not, so that ``forest`` and ``recurrent_states`` would be
+    silently ignored.
     """
     classes = [one for one in vars(sys.modules[file]).values() if isinstance(one, type) and one.__module__ == file]
     methods = [inspect.unwrap(method) for one in classes for method in vars(one).values() if inspect.isfunction(method)]

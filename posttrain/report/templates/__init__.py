@@ -16,7 +16,9 @@ TEMPLATES = Path(__file__).parent
 
 @cache
 def environment(folder: Path = TEMPLATES) -> jinja2.Environment:
-    """Return the Jinja environment of a folder of templates. It escapes values, and shows invisible characters as codes."""
+    """Return the Jinja environment of a folder of templates. The environment escapes values, and shows invisible
+    characters as codes.
+    """
 
     def escaped(value: object) -> Any:
         return value if isinstance(value, Markup) else visible(str(value))

@@ -159,13 +159,13 @@ class EpisodeDriver:
         return bool(self.setup.tools) or (self.pool is not None and self.pool.has_tools)
 
     def use_tokenizer(self, tokenizer: Tokenizer, reader: PictureProcessor | None = None) -> None:
-        """Set the tokenizer that renders and parses the turns. With an image processor ``reader``, tools may return
-        images.
+        """Set the tokenizer that renders and parses the turns. Tools may return images if the image processor
+        ``reader`` is passed.
 
         Raises:
-            ModelError: The chat template does not support tool calls. Or the model's attention is bidirectional within
-                prompts or images, so the hidden states of a turn would change when the turn becomes part of the next
-                prompt.
+            ModelError: The chat template does not support tool calls, or the model's attention is bidirectional within
+                prompts or images. Bidirectional attention would change the hidden states of a turn when the turn
+                becomes part of the next prompt.
         """
         if reader is not None and not reader.family.several_turns:
             raise ModelError(
@@ -226,8 +226,8 @@ class EpisodeDriver:
             generate: Function that calls the engine; see `ToolLoop`.
             context: Maximum number of tokens of prompt and completion.
             stop_ids: Tokens that end a turn.
-            any_process: Function that receives whether this process has unfinished episodes. It returns whether any
-                process has unfinished episodes.
+            any_process: Function that receives whether this process has unfinished episodes, and returns whether
+                any process has unfinished episodes.
 
         Returns:
             Rollouts, and the messages of each episode.
@@ -278,8 +278,8 @@ class EpisodeDriver:
             context: Maximum number of tokens of prompt and completion.
             vocabulary: Vocabulary size V.
             placeholder: See `as_rollouts`.
-            any_process: Function that receives whether this process has unfinished episodes. It returns whether any
-                process has unfinished episodes.
+            any_process: Function that receives whether this process has unfinished episodes, and returns whether
+                any process has unfinished episodes.
             everyone: See `HarnessRunner.run`.
             place: See `HarnessRunner.run`.
         """
@@ -352,8 +352,7 @@ def custom_rollouts(
             with one entry per prompt, and optionally ``env_mask`` (1: token of the model, 0: other token). Other keys
             are columns for reward functions.
         prompts: n prompts. If a prompt has several completions, it occurs once for each of them.
-        stop_ids: Token ids that end a completion. If the last token is none of them, the completion counts as
-            truncated.
+        stop_ids: Token ids that end a completion. A completion that ends with another token counts as truncated.
         vocabulary: Vocabulary size V. Token ids must be in [0, V). None: only negative ids are rejected.
         most: ``max_completion_length``. None: no limit.
 
@@ -424,7 +423,7 @@ def _rollout(
     if most is not None and len(ids) > most:
         raise _Bad(
             f"{_at('completion_ids', row)} has {len(ids)} tokens, but max_completion_length={most}. Fix: end "
-            "completions there, or raise max_completion_length."
+            "completions at this length, or raise max_completion_length."
         )
     mask, logp = None, []
     if "env_mask" in returned:

@@ -37,7 +37,9 @@ class _Kind:
 
 
 def _tool_names(kind: type) -> list[str]:
-    """Return the names of the public methods that are tools. They are read from the class, so that no property is evaluated."""
+    """Return the names of the public methods that are tools. The names are read from the class, so that no property is
+    evaluated.
+    """
     names = [name for name in dir(kind) if not name.startswith("_") and name not in NOT_TOOLS]
     return [n for n in names if callable(member := getattr(kind, n)) and not inspect.isclass(member)]
 
@@ -108,7 +110,7 @@ def _is_text(block: Any) -> bool:
 
 
 def is_done(environment: object) -> bool:
-    """Return whether the episode of an environment has ended, which its attribute ``done`` contains.
+    """Return the attribute ``done`` of an environment: whether its episode has ended.
 
     If ``done`` is a method, it is a tool, and it does not end the episode.
 
@@ -176,8 +178,8 @@ class EnvironmentPool:
 
         Args:
             rows: Dataset rows. A row without ``prompt`` gets an empty user message.
-            seeds: Seed of each row, which is passed as ``group_seed`` if ``reset`` has this parameter. Equal for
-                completions of a group.
+            seeds: Seed of each row, which is passed as ``group_seed`` if ``reset`` has this parameter. All completions
+                of a group have the same seed.
             errors: Dict for errors of ``reset``, by row index. The environment of such a row is None. If ``errors`` is
                 None, the first error is raised.
 
@@ -230,7 +232,7 @@ class EnvironmentPool:
         return box
 
     def discard(self, environment: object) -> None:
-        """Remove an instance in which a call did not return. It is not reset, used or closed again."""
+        """Remove an instance in which a call did not return. The instance is not reset, used or closed again."""
         with self._lock:
             self.lost.append(environment)
             for kind in self.kinds.values():
@@ -320,7 +322,7 @@ def _probe(name: str, factory: Any) -> _Kind:
     instance = factory()
     kind = type(instance)
     if not callable(getattr(instance, "reset", None)):
-        raise ConfigError(f"{where} returned a {kind.__name__}, which has no method reset. An environment needs one.")
+        raise ConfigError(f"{where} returned a {kind.__name__}, but an environment must have a method reset.")
     methods = _tool_names(kind)
     schemas = [tool_schema(getattr(instance, method)) for method in methods]
     return _Kind(name, factory, kind, schemas, methods, [instance], [instance])
@@ -412,8 +414,8 @@ def step_environment(
 
     Args:
         make: Function that creates a client.
-        action: Function that converts the model's text to the argument of the client's ``step``. If it raises an error,
-            the model receives the error message.
+        action: Function that converts the model's text to the argument of the client's ``step``. If the function raises
+            an error, the model receives the error message.
         observe: Function that converts an observation to text for the model.
         actions: Description of the argument of ``step``, which the model reads. For example, ``"One of: up, down, left,
             right."``.
@@ -469,8 +471,8 @@ def _read(result: Any, where: str) -> tuple[Any, float, bool]:
     has ended.
 
     Raises:
-        RolloutError: The result has another form, the reward is not finite (None counts as 0), or a flag for the end of
-            the episode is not a bool.
+        RolloutError: The result has an unsupported form, the reward is not finite (None counts as 0), or a flag for the
+            end of the episode is not a bool.
     """
     resets, tells = where.endswith("reset"), hasattr(result, "observation")
     odd = len(result) not in (3, 4, 5) if isinstance(result, tuple) else not tells

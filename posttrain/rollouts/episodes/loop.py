@@ -47,8 +47,8 @@ class Episode:
         environment: Environment whose methods are tools of this episode. None: there is no environment.
         token_ids: Tokens after the prompt: turns of the model and results of tools.
         tool_mask: 1 for tokens of the model, 0 for tokens of tools.
-        logp: The engine's log-probs of the model's tokens, and 0.0 for tokens of tools. Empty if the engine returns no
-            log-probs.
+        logp: The engine's log-probs of the model's tokens, and 0.0 for tokens of tools. The list is empty if the engine
+            returns no log-probs.
         processed_logp: Log-probs of the same tokens under the truncated distribution from which they were sampled.
         messages: The turns as messages, with parsed tool calls.
         finish_reason: ``stop``: the model ended the last turn. ``length``: the budget of the whole episode truncated
@@ -134,8 +134,8 @@ class ToolLoop:
         max_output_tokens: Maximum number of tokens of a tool result. The middle of a longer result is removed. None: no
             limit.
         context: Maximum number of tokens of prompt and completion.
-        any_process: Function that receives whether this process has unfinished episodes. It returns whether any process
-            has unfinished episodes.
+        any_process: Function that receives whether this process has unfinished episodes, and returns whether
+            any process has unfinished episodes.
         template_kwargs: Arguments of the chat template.
         reader: Image processor, if prompts and tool results may contain images.
         parse: Function ``(tokenizer, ids, prefix, tools) -> message`` that parses a turn of the model.
@@ -175,7 +175,7 @@ class ToolLoop:
             self._generate_turn(ready, replace(sampling, seed=_later(sampling.seed, number)))
 
     def _left(self, episode: Episode, sampling: Sampling) -> int:
-        """Return how many more tokens the episode may have within its budget and the model's context."""
+        """Return the number of further tokens that the episode's budget and the model's context allow."""
         left = sampling.max_new_tokens - len(episode.token_ids)
         return left if self.context is None else min(left, self.context - len(episode.ids))
 
@@ -264,9 +264,9 @@ class ToolLoop:
     def _batches(self, episodes: list[Episode], sampling: Sampling) -> list[tuple[list[int], int]]:
         """Group episodes into engine calls. The token limit of a call is the largest remaining budget of its episodes.
 
-        All rollouts of a call have the same token limit. A rollout with a much smaller budget would be generated far
-        beyond its budget and then truncated. The limit of a call may also be too large for the context that a long
-        rollout leaves. Both kinds of rollouts get their own calls.
+        All rollouts of a call have the same token limit. A rollout whose budget is much smaller than the limit would be
+        generated far beyond its budget and then truncated. A long rollout may have less context left than the limit.
+        Rollouts with less context get their own calls.
         """
         left = [self._left(e, sampling) for e in episodes]
         for e, tokens in zip(episodes, left, strict=True):

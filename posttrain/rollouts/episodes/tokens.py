@@ -72,7 +72,7 @@ class PlainText:
     """Hides special tokens in texts while a template renders them, and encodes them as ordinary text.
 
     Special tokens are replaced by placeholder words. The words are random for each instance, so no text can contain
-    them. They are replaced again before tokenization, so the token ids do not depend on them.
+    them. Before tokenization, the words are replaced again, so the token ids do not depend on them.
 
     Args:
         tokenizer: Tokenizer whose special tokens are hidden.
@@ -176,8 +176,8 @@ class ToolSuffix:
         self.template_kwargs = dict(template_kwargs or {})
 
     def __call__(self, results: list[dict[str, Any]], *, closed: bool = True) -> Prompt:
-        """Return the tokens between the end of the model's turn and the beginning of its next turn. They include image
-        placeholders.
+        """Return the tokens between the end of the model's turn and the beginning of its next turn. The tokens include
+        image placeholders.
 
         Args:
             results: Messages of the tools.

@@ -52,7 +52,7 @@ class ToolResult:
 
 
 def tool_schema(tool: Any) -> dict[str, Any]:
-    """Return the JSON schema of a function. It is made from the type hints and the Google-style docstring.
+    """Return the JSON schema of a function. The schema is created from the type hints and the Google-style docstring.
 
     Raises:
         ConfigError: The object is not a function, or has no type hints or docstring.
@@ -118,8 +118,8 @@ def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
 
 
 def _first_fit(value: object, schemas: Sequence[Mapping[str, Any]], name: str) -> Any:
-    """Convert a value to one of several types. If it already has one of the types, it is not converted. Otherwise, the
-    first type that works is used.
+    """Convert a value to one of several types. A value that already has one of the types is not converted. Otherwise,
+    the first type that works is used.
     """
     for schema in sorted(schemas, key=lambda one: not _is_kind(value, one.get("type"))):
         try:
@@ -162,8 +162,8 @@ class ToolBox:
         functions: Functions by tool name.
         schemas: JSON schemas of the functions, which the chat template renders.
         owner: Environment whose methods are some of the functions. None: there is no environment.
-        lost: Whether a call of the owner did not return in time. It may still be running, so no further method of the
-            owner is called.
+        lost: Whether a call of the owner did not return in time. A lost call may still be running, so no further method
+            of the owner is called.
     """
 
     functions: dict[str, Callable] = field(default_factory=dict)
@@ -418,7 +418,7 @@ class ToolRunner:
 
 
 async def _itself(value: object) -> Any:
-    """Await a value. An exception that would end the event loop, or the task, ends only this call."""
+    """Await a value. Exceptions that would end the event loop or the task are converted, so that only this call fails."""
     try:
         return await value
     except asyncio.CancelledError as error:

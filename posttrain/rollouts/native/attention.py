@@ -31,7 +31,8 @@ class Rule(NamedTuple):
     Attributes:
         scale: Factor of the products of queries and keys.
         softcap: Bound of the scaled scores, which become ``softcap * tanh(scores / softcap)``. None: no bound.
-        window: Number of positions to which a token attends, including its own. None: all earlier positions.
+        window: Size of the sliding window: number of positions to which a token attends, including its own. None: all
+            earlier positions.
         chunk: Size of chunks of positions (Llama 4). A token attends only to positions of its own chunk. None: no
             chunks.
         sinks: ``(heads,)`` additional logit per head, whose value vector is zero. None: no such logits.
@@ -69,7 +70,7 @@ Sight = tuple[
 
 @dataclass(slots=True)
 class Block:
-    """KV cache of several prompts that were prefilled together. It is right-padded to the longest prompt.
+    """KV cache of several prompts that were prefilled together. The cache is right-padded to the longest prompt.
 
     Attributes:
         prompts: Indices of the prompts, in batch order.
@@ -91,8 +92,8 @@ class Block:
                 memory[layer] = torch.cat([memory[layer], tensor], 2) if layer in memory else tensor
 
     def close_gaps(self, known: Tensor, room: int) -> None:
-        """Remove the gaps between cached and new positions. New positions were stored from column ``room`` on. They are
-        moved directly behind the ``known (P,)`` cached positions of each prompt.
+        """Remove the gaps between cached and new positions. New positions were stored from column ``room`` on. These
+        positions are moved directly behind the ``known (P,)`` cached positions of each prompt.
         """
         width = int(self.lengths.max())
         columns = torch.arange(width, device=known.device).expand(len(known), -1)
@@ -188,10 +189,11 @@ class Fill:
         past: Earlier keys and values by layer, ``(1 or P, KV heads, length, head size)``, in the order of positions.
         keys, values: New keys and values by layer, ``(P, KV heads, width, head size)``. Attention stores them during
             the pass.
-        shared: Number of tokens of the common prefix of all prompts. Their keys and values come first in ``past``.
+        shared: Number of tokens of the common prefix of all prompts. Keys and values of the common prefix come first in
+            ``past``.
         known: ``(P,)`` number of cached tokens of each prompt, which follow the common prefix in ``past``. None: all
             prompts have the same number of cached tokens.
-        room: Number of columns for cached tokens. It is the maximum of ``known``.
+        room: Number of columns for cached tokens. The number is the maximum of ``known``.
         span: ``(P, width)`` index of the block (an image) in which a token attends in both directions. -1: the token is
             in no block. None: no blocks.
         hidden: Attention masks by window and chunk size. Each mask is computed once and used by all layers.
@@ -209,8 +211,8 @@ class Fill:
     states: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def unseen(self, sight: Sight, width: int, whole: int, device: torch.device) -> Tensor:
-        """Return a mask ``(width, whole)`` that is True where a token must not attend. If rows need different masks, it
-        has an additional row dimension.
+        """Return a mask ``(width, whole)``. True means that the query does not attend to the key. If rows need
+        different masks, it has an additional row dimension.
 
         ``width`` is the number of new positions, and ``whole`` the number of all positions.
         """
@@ -234,7 +236,7 @@ class Fill:
         return self.hidden[sight]
 
     def whole(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of a layer. Return them appended to the earlier keys and values."""
+        """Store the new keys and values of a layer. Return the earlier keys and values with the new ones appended."""
         self.keys[layer], self.values[layer] = key.contiguous(), value.contiguous()
         if not self.past:
             return key, value
@@ -253,16 +255,16 @@ class Store:
         positions: ``(n, t)`` positions of the tokens of the pass that is running.
         common: Block with the common prefix of all prompts, as a batch of one. None: there is no common prefix.
         groups: In decoding, the generating rows by block. Each row is in exactly one group.
-        prefix: ``(n,)`` number of prompt tokens of each generating row, without the common prefix.
-        lengths: ``(n,)`` number of stored suffix tokens of each generating row, without the current token.
+        prefix: ``(n,)`` number of prompt tokens of each generating row, not counting the common prefix.
+        lengths: ``(n,)`` number of stored suffix tokens of each generating row, not counting the current token.
         longest: Maximum of ``lengths``, as a Python number, so that no copy from the device is needed.
-        keys, values: Suffixes by layer, ``(slots, KV heads, capacity, head size)``.
+        keys, values: Keys and values of suffixes by layer, ``(slots, KV heads, capacity, head size)``.
         states: ``(slots, ...)`` states of recurrent layers, see `posttrain.models.recurrent.states`.
         repeats: For attention layers that are used at several depths: how often each was called in the current pass.
         unseen: Attention masks of this step by window and chunk size. Each mask is computed once and used by all
             layers.
-        places: Indices of this step's keys in a layer's cache, by number of key-value heads and capacity. They are
-            computed once and used by all layers.
+        places: Indices of this step's keys in a layer's cache, by number of key-value heads and capacity. The indices
+            are computed once and used by all layers.
         plan: Description of the groups for compiled layers (`posttrain.rollouts.native.layers`).
     """
 
@@ -314,7 +316,9 @@ class Store:
 
     @property
     def width(self) -> int:
-        """Number of columns of the prompts without the common prefix. It is the width of the widest block in use."""
+        """Number of columns of the prompts without the common prefix. The result is the width of the widest block in
+        use.
+        """
         return max(next(iter(group.block.keys.values())).shape[2] for group in self.groups)
 
     @property
@@ -323,7 +327,9 @@ class Store:
         return next(iter(self.keys.values())).shape[2] if self.keys else 0
 
     def bias(self, sight: Sight, columns: int) -> Tensor:
-        """Return ``(n, 1, 1, shared + width + columns)``: 0 where a row may attend, else minus infinity."""
+        """Return the attention bias ``(n, 1, 1, shared + width + columns)``: 0 for keys to which a row attends, else
+        minus infinity.
+        """
         if sight not in self.unseen:
             window, chunk = sight
             device = self.lengths.device

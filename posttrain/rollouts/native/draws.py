@@ -46,9 +46,9 @@ def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: 
     Args:
         x: ``(n, V)`` logits after division by the temperature.
         sampling: Settings of all rows.
-        written: Number of tokens that each of the n completions has so far.
-        history: Tokens of each of the n rows so far, including the prompt. It is only needed to forbid repeated
-            n-grams.
+        written: Number of tokens of each of the n completions so far.
+        history: Tokens of each of the n rows so far, including the prompt. The history is only needed to forbid
+            repeated n-grams.
     """
     x = x.clone()
     if sampling.logit_bias:
@@ -149,7 +149,7 @@ class SampledTokens:
         if sick := [i for i, row in enumerate(rows) if math.isnan(row[1])]:
             raise RolloutError(f"the model returned NaN logits for rows {sick}.")
         if self.processed_logp is not None and (dead := [i for i, row in enumerate(rows) if math.isnan(row[2])]):
-            raise RolloutError(f"no token is allowed in rows {dead}: structured outputs, bias and bans exclude all.")
+            raise RolloutError(f"no token is allowed in rows {dead}: the guide, bias and bans exclude all tokens.")
         return rows
 
 
@@ -170,8 +170,8 @@ def draw_tokens(
             temperature 1.
         uniform: ``(n,)`` float64 in [0, 1).
         history: Tokens of each row so far, including the prompt. Only the repetition penalty needs it.
-        change: Function that changes the logits, after division by the temperature and before truncation. It may set
-            logits to minus infinity.
+        change: Function that changes the logits, after division by the temperature and before truncation. The function
+            may set logits to minus infinity.
     """
     x = logits.float()
     greedy = sampling.temperature == 0

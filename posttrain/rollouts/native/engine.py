@@ -53,15 +53,15 @@ FAILURE = "rollout_failure.json"
 
 
 class NativeEngine(RolloutEngine):
-    """Rollout engine that samples from the trained weights. It has no copy of the weights that must be updated.
+    """Rollout engine that samples from the trained weights. The engine has no copy of the weights that must be updated.
 
     When a sequence ends, the next sequence uses its row of the batch. Each prompt is prefilled once for all of its
     completions. The common prefix of all prompts is prefilled once for all prompts. The random numbers of a sequence
     depend only on the seed and on the sequence's index, not on other sequences.
 
     Args:
-        model: A transformers causal language model, possibly with adapters. It must select its attention function by
-            name.
+        model: A transformers causal language model, possibly with adapters. The model must select its attention
+            function by name.
         pad_token_id: Token id of padding during prefill.
         max_slots: Maximum number of sequences that generate at the same time. None: 64 on a CPU and 256 on a GPU.
         tokenizer: Tokenizer for stop strings and structured outputs.
@@ -69,10 +69,10 @@ class NativeEngine(RolloutEngine):
             decoding steps between them.
         keep_bytes: Maximum number of bytes that `prefix_cache` keeps.
         folder: Folder to which the prompts of a failed call are written. None: they are not written.
-        products: Matrix products on a CPU. ``exact``: use the weights unchanged. For calls with many steps, they are
-            copied into a memory layout that is faster, if the copy fits into a quarter of the free memory.
-            ``bfloat16``: use copies that are rounded to bfloat16. The trained weights are not changed. Log-probs then
-            differ by about 0.01 nats, so the trainer corrects for the difference.
+        products: Matrix products on a CPU. ``exact``: use the weights unchanged. For calls with many steps, the weights
+            are copied into a faster memory layout, if the copy fits into a quarter of the free memory. ``bfloat16``:
+            use copies that are rounded to bfloat16. The trained weights are not changed. Log-probs then differ by about
+            0.01 nats, so the trainer corrects for the difference.
 
     Attributes:
         shares_weights: Whether the engine samples from exactly the trained weights, so that log-probs need no
@@ -191,8 +191,9 @@ class NativeEngine(RolloutEngine):
         """Keep the KV cache between calls inside the context. Later turns of an episode and prompts with a common
         prefix then reuse it.
 
-        At most ``keep_bytes`` are kept, and the least recently used entries are removed first. If the weights or the
-        active adapters have changed, the next call clears the cache. The cache is freed at the end of the context.
+        The cache has at most ``keep_bytes`` bytes, and the least recently used entries are removed first. If the
+        weights or the active adapters have changed, the next call clears the cache. The cache is freed at the end of
+        the context.
         """
         if self.kept is not None:  # An outer `prefix_cache` context is active. Use its cache.
             yield
@@ -312,8 +313,8 @@ def own_precision(model: nn.Module) -> Iterator[None]:
 
 
 def logp_gaps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """Return the absolute differences between the log-probs of rollouts and those of the model's own forward pass. The
-    result has one tensor ``(T,)`` per rollout.
+    """Return the absolute differences between the log-probs of rollouts and the log-probs of the model's own forward
+    pass. The result has one tensor ``(T,)`` per rollout.
     """
     truth = _true_logps(model, rollouts)
     return [(t.cpu() - torch.tensor(r.logp)).abs() for t, r in zip(truth, rollouts, strict=True)]

@@ -71,8 +71,8 @@ SIGNATURES = {
 
 @functools.cache
 def compiled(size: int) -> ctypes.CDLL | None:
-    """Return the compiled library for head size ``size``. It is compiled when it is first needed, and cached. Return
-    None if this fails.
+    """Return the compiled library for head size ``size``. The library is compiled at its first use and then cached.
+    Return None if this fails.
     """
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if compiler is None or not sys.platform.startswith("linux"):
@@ -290,7 +290,7 @@ ITEMS = 2
 
 @dataclass(slots=True)
 class Plan:
-    """Assignment of rows to prompts and chunks. It is valid until a row is added or removed.
+    """Assignment of rows to prompts and chunks. A plan is valid until a row is added or removed.
 
     Attributes:
         groups: Groups for which the plan was made.
@@ -349,7 +349,7 @@ def first_of(group: Group) -> Tensor:
 
 
 def places(groups: list[Group], n: int) -> Tensor:
-    """Compute ``place`` of `Plan`. It is the same for all layers, because their caches have the same shape."""
+    """Compute the field ``place`` of `Plan`. All layers have the same value, because their caches have the same shape."""
     table = torch.empty(n, 3, dtype=torch.long)
     for number, group in enumerate(groups):
         _, heads, width, size = first_of(group).shape

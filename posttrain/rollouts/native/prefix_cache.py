@@ -28,7 +28,7 @@ SAMPLES = 64
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A node of the radix tree. It contains tokens that follow those of its parent, with their keys and values.
+    """A node of the radix tree. A node contains tokens that follow those of its parent, with their keys and values.
 
     Attributes:
         tokens: Token ids of this node. Only the root has none.
@@ -74,7 +74,7 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all cached sequences. It must be called when the weights have changed."""
+        """Remove all cached sequences. Call this method after a change of the weights."""
         self.root = Node([], {})
         self.bytes = 0
         self.clock = 0
@@ -262,7 +262,8 @@ class Prefiller:
     Args:
         engine: Engine with the model.
         store: KV cache of the call.
-        prompts: Distinct prompts of the call, without the common prefix of all prompts.
+        prompts: Distinct prompts of the call. The tokens of these prompts do not include the common prefix of all
+            prompts.
         shared: Common prefix of all prompts.
         kept: Cache in which known prefixes are found.
         keeping: Whether the computed keys and values are added to ``kept``.
@@ -398,8 +399,8 @@ class Prefiller:
     # Cached prefixes -------------------------------------------------------------------------------------------------
 
     def _known(self, prompt: Prompt) -> Known:
-        """Return what the cache contains of this prompt, after the common prefix of all prompts. At least one token
-        remains to be computed.
+        """Return the cached part of this prompt after the common prefix of all prompts. At least one token remains to
+        be computed.
         """
         common = [] if self.store.common is None else self.store.common.states
         if not self.kept.bytes or prompt.pictures:

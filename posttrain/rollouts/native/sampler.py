@@ -46,7 +46,7 @@ class Guides:
     """Compiles the structured outputs (guides) of requests, and masks tokens that they forbid.
 
     Args:
-        tokenizer: Tokenizer of the model. It is needed because a guide describes text and not tokens.
+        tokenizer: Tokenizer of the model. The guides need it, because they describe text and not tokens.
         vocabulary: V, the width of the logits.
         stop_ids: Tokens that end a completion. A guide allows them only where its text may end.
 
@@ -121,13 +121,14 @@ class Prompt:
         waiting: Number of completions that have not started.
         live: Number of completions in progress.
         block: Block with its keys and values, while completions need it.
-        logits: ``(V,)`` logits of the first token of completions. They are kept until all completions have started.
+        logits: ``(V,)`` logits of the first token of completions. The logits are kept until all completions have
+            started.
         shares: Length of the prefix that another prompt of the call shares. 0 if computing it separately would not save
             time.
         pictures: Images in the prompt. A prompt with images is computed in one pass, and shared only by requests with
             the same tokens and images.
-        offset: Difference between the position and the index of tokens after the prompt. It is not 0 if images change
-            positions.
+        offset: Difference between the position and the index of tokens after the prompt. The offset is not 0 if images
+            change positions.
     """
 
     index: int
@@ -212,7 +213,8 @@ class TokenSampler:
     """Samples tokens and detects the end of completions.
 
     Args:
-        tokenizer: Tokenizer for stop strings and structured outputs. None is allowed if no request uses them.
+        tokenizer: Tokenizer for stop strings and structured outputs. If no request uses them, the tokenizer may be
+            None.
         vocabulary: V, the width of the logits.
     """
 
@@ -221,7 +223,7 @@ class TokenSampler:
         self.guides: dict[tuple[int, ...], Guides] = {}
 
     def check(self, sampling: Sampling) -> None:
-        """Reject settings that need a tokenizer if there is none, and guides that cannot be compiled. It is called
+        """Reject settings that need a tokenizer if there is none, and guides that cannot be compiled. This check runs
         before any computation.
         """
         if sampling.stop_strings and self.tokenizer is None:

@@ -71,7 +71,9 @@ class Run:
         return asked
 
     def _prefiller(self) -> Prefiller:
-        """Create the prefiller. It uses the engine's prefix cache if that is enabled, else a cache for this call only."""
+        """Create the prefiller. The prefiller uses the engine's prefix cache if that is enabled, else a cache for this
+        call only.
+        """
         kept = self.engine.kept
         if len(self.prompts) > 1:
             mark_stems(self.prompts)
@@ -148,7 +150,7 @@ class Run:
         self._finish(first)
 
     def _enter(self, completion: Completion) -> None:
-        """Assign the next free row to a completion. Its last token becomes the input of the next step."""
+        """Assign the next free row to a completion. The completion's last token becomes the input of the next step."""
         prompt, written = completion.asked.prompt, len(completion.tokens) - 1
         prompt.live += 1
         self.live.append(completion)
