@@ -288,7 +288,8 @@ SCHEDULE = "the first step uses the learning rate of the checkpoint's schedule, 
 KEPT_SETTINGS = {
     "learning_rate": OPTIMIZERS, "weight_decay": OPTIMIZERS, "adam_beta1": OPTIMIZERS, "adam_beta2": OPTIMIZERS,
     "adam_epsilon": OPTIMIZERS, "seed": ORDER, "data_seed": ORDER, "max_steps": SCHEDULE, "lr_scheduler_type": SCHEDULE,
-    "warmup_steps": SCHEDULE, "shuffle_dataset": ORDER, "train_sampling_strategy": ORDER, "packing": ORDER, "num_generations": ORDER,
+    "warmup_steps": SCHEDULE, "shuffle_dataset": ORDER, "train_sampling_strategy": ORDER, "packing": ORDER,
+    "num_generations": ORDER,
 }  # fmt: skip
 
 

@@ -516,9 +516,10 @@ def probe_head(model: Module) -> None:
         adapter = getattr(model, "active_peft_config", None)
         if adapter is None or isinstance(error, PosttrainError | torch.OutOfMemoryError):
             raise
+        kind, cause = str(adapter.peft_type).rpartition(".")[2], str(error).rstrip(".")
         raise ConfigError(
-            f"the {str(adapter.peft_type).rpartition('.')[2]} adapter cannot run on {type(inner).__name__}: {type(error).__name__}: "
-            f"{str(error).rstrip('.')}. Fix: use LoRA, or another peft method."
+            f"the {kind} adapter cannot run on {type(inner).__name__}: {type(error).__name__}: {cause}. Fix: use "
+            "LoRA, or another peft method."
         ) from error
     if fault:
         inner.own_logits = True
