@@ -29,13 +29,18 @@ class TeacherScoresArguments:
         "token is always stored.",
     )
     max_length: int | None = option(
-        1024, "Must equal max_length of the config that reads the file. GKD's default is 1024."
+        1024,
+        "Maximum number of tokens per row. The training run that reads the scores must set the same max_length. GKD's "
+        "default is 1024.",
     )
     max_prompt_length: int | None = option(
-        None, "Must equal max_prompt_length of the training config that reads this file."
+        None,
+        "Maximum number of tokens per prompt. The training run that reads the scores must set the same max_prompt_length.",
     )
     chat_template_kwargs: str | None = option(
-        None, "Must equal chat_template_kwargs of the config that reads the file, as JSON."
+        None,
+        "Arguments of the chat template as JSON. The training run that reads the scores must set the same "
+        "chat_template_kwargs.",
     )
     batch_size: int = option(16, "Number of rows per forward pass of the teacher.")
     tokenizer_check: Literal["error", "warn", "off"] = option(

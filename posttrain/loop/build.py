@@ -275,7 +275,7 @@ def build(
 
     Args:
         planned: Result of `plan`.
-        model: Result of `load_model`, on its device. None: it is loaded here.
+        model: Result of `load_model`, on its device. None loads the model here.
         accelerator: Accelerator of the run. None: a new one with the precision of the config.
         progress: Object that stores the progress. None: a new run.
         layout: Function that chooses the row layout of a model. None: `choose_layout`.

@@ -75,7 +75,7 @@ def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | N
     Args:
         run: Run before its first step.
         head: Sampled rows of the training set.
-        optimizer: Optimizer of the run. None: it has not been created.
+        optimizer: Optimizer of the run, or None if it has not been created.
     """
     if parallel.is_prepared_late(run.accelerator):
         refuse_auto_batch_size(run.args)
@@ -119,7 +119,7 @@ def dry_step(
     Args:
         run: Run before its first step or between steps.
         head: Sampled rows of the training set.
-        optimizer: Optimizer of the run. None: it has not been created.
+        optimizer: Optimizer of the run, or None if it has not been created.
         batch_size: Number of rows per micro-batch. None: ``per_device_train_batch_size``.
 
     >>> trainer.dry_step().needed / 2**30  # doctest: +SKIP

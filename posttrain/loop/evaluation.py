@@ -79,7 +79,7 @@ class _Tally:
 
     @classmethod
     def named(cls, names: Iterable[str]) -> _Tally:
-        """Create sums and counts of 0 for a method whose `Method.counts` have these names."""
+        """Create a tally with all sums and counts at 0. ``names`` are the keys of `Method.counts`."""
         named = [*names, OWN]
         counts = ("token", "sequence", "pass", *named)
         return cls(dict.fromkeys((*sorted(REDUCTIONS), *named), 0.0), dict.fromkeys(counts, 0.0))

@@ -456,7 +456,7 @@ class Vision:
 
         Args:
             model: Model that receives the policy's token ids.
-            processor: Processor of that model. None: it is loaded from the model's folder or Hub id. If that fails, the
+            processor: Processor of that model. None loads the processor from the model's folder or Hub id. If that fails, the
                 policy's processor is used.
 
         Returns:

@@ -196,7 +196,7 @@ def reward_options(
         functions: Reward functions that were passed to the trainer.
         args: The trainer's config, or the class of the config, whose defaults are then used.
         processing_classes: Tokenizers of reward models.
-        tokenizer: Tokenizer of the policy. None: it is loaded later.
+        tokenizer: Tokenizer of the policy, or None if it is loaded later.
     """
     return {
         "reward_funcs": functions,

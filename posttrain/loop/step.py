@@ -240,7 +240,7 @@ def is_finite(run: Run, model: nn.Module, norm: Any) -> bool:
     Args:
         run: Run of the trainer.
         model: Model with the gradients.
-        norm: Gradient norm before clipping. None: it was not computed.
+        norm: Gradient norm before clipping, or None if it was not computed.
 
     Raises:
         PosttrainError: For the third consecutive time, the gradient is not finite.

@@ -124,8 +124,9 @@ def bco(
 
 
 def density_weight(probability: Tensor, *, low: float, high: float) -> Tensor:
-    """Compute ``clamp(p / (1 - p + 1e-8), low, high)``, ``(S,)``, where p is the probability that the completion of a prompt is
-    good.
+    """Compute BCO's weight ``clamp(p / (1 - p + 1e-8), low, high)`` of each sequence.
+
+    ``p`` is the probability that the completion of a prompt is good. Its shape is ``(S,)``, as that of the result.
 
     Reference: Binary classifier optimization, arXiv:2404.04656, underlying distribution matching.
     """

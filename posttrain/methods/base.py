@@ -196,10 +196,10 @@ class Method(ABC, Generic[Config]):
         """Return whether the gradient of the loss with respect to log-probs can be computed without a second pass over the
         logits.
 
-        True: ``d loss / d logp`` can be computed before the forward pass, up to one factor per batch. A `TokenLoss`: the loss
-        of each token depends only on the log-prob of that token, and the object computes this loss. In these two cases, the
-        output layer computes the logits only once (`posttrain.models.logprob.token_logprobs`). A wrong return value costs time,
-        because the logits are computed again, but the gradient is still correct. False: the logits are always computed twice.
+        Return True if ``d loss / d logp`` can be computed before the forward pass, up to one factor per batch. Return a
+        `TokenLoss` if the loss of each token depends only on the log-prob of that token. In these two cases, the output layer
+        computes the logits only once (`posttrain.models.logprob.token_logprobs`). A wrong return value costs time, because the
+        logits are computed again, but the gradient is still correct. Return False to always compute the logits twice.
         """
         return False
 

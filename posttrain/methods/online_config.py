@@ -224,7 +224,7 @@ class VllmFields:
     )
     vllm_importance_sampling_clip_min: NonNegativeFloat | None = option(
         None,
-        "Lower bound of the importance-sampling ratio of vllm_importance_sampling_correction, below "
+        "Lower bound of the importance-sampling ratio of vllm_importance_sampling_correction. The bound must be below "
         "vllm_importance_sampling_clip_max. vllm_importance_sampling_mode selects what happens to smaller ratios. None: no "
         "lower bound.",
     )

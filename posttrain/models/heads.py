@@ -130,9 +130,9 @@ class TokenHead:
         truncation: Truncation of the sampler's distribution. With truncation, the log of the remaining probability is
             returned too.
         chunk_size: Number of positions per chunk of logits. None: the default of `token_logprobs`.
-        expected_grad: Expected gradient of the log-probs; see `token_logprobs`. None: it is unknown.
+        expected_grad: Expected gradient of the log-probs; see `token_logprobs`. None if the gradient is unknown.
         needs: Names of additional outputs; see `posttrain.models.forward.forward`.
-        balance_over: ``(B, T)``, 1 for tokens over which the router's load-balancing term is computed. None: it is not
+        balance_over: ``(B, T)``, 1 for tokens over which the router's load-balancing term is computed. None if the term is not
             computed.
         values: Function that maps the last hidden states ``(B, T, H)`` to values ``(M,)``. None: no values are
             returned.

@@ -104,7 +104,7 @@ class ModelReward(_RewardModel):
 
     Args:
         model: Folder, hub id, or loaded model with ``num_labels=1``.
-        tokenizer: The reward model's tokenizer. None: it is loaded from the model's folder.
+        tokenizer: The reward model's tokenizer. None loads the tokenizer from the model's folder.
         policy_tokenizer: The policy's tokenizer. This tokenizer is used for a model that was built in memory and
             therefore has no folder.
         batch_size: Number of rows per forward pass.

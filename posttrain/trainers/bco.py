@@ -51,7 +51,7 @@ class BCOTrainer(PreferenceTrainer):
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
-        ref_model: Reference model. If None, it is the policy with its initial weights: a frozen copy, or, with
+        ref_model: Reference model. If None, the reference is the policy with its initial weights: a frozen copy, or, with
             ``peft_config``, the policy with its adapter disabled.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         embedding_func: Function ``f(input_ids, attention_mask)`` that computes embeddings of tokenized prompts. The
@@ -60,7 +60,7 @@ class BCOTrainer(PreferenceTrainer):
         data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``prompt``, ``completion`` and ``label`` (True for a good answer), or with pairs.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
+        processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.

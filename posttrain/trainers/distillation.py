@@ -119,14 +119,14 @@ class DistillationTrainer(OnlineTrainer):
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+        processing_class: Tokenizer or processor of the student. If None, the tokenizer is loaded from the student's path or Hub
             id.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         tools: Not supported. It must be None. To train with tools, use `GRPOTrainer`.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
             or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
         reward_funcs: Not supported. It must be None. Among the distillation methods, only MiniLLM and SDPO use rewards.

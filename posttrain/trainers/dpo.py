@@ -36,13 +36,13 @@ class DPOTrainer(PreferenceTrainer):
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
-        ref_model: Reference model. If None, it is the policy with its initial weights: a frozen copy, or, with
+        ref_model: Reference model. If None, the reference is the policy with its initial weights: a frozen copy, or, with
             ``peft_config``, the policy with its adapter disabled.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``chosen`` and ``rejected``, and optionally ``prompt``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
+        processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.

@@ -36,7 +36,7 @@ class GKDTrainer(DistillationTrainer):
         data_collator: Not supported. It must be None, because batches are built after completions are sampled.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+        processing_class: Tokenizer or processor of the student. If None, the tokenizer is loaded from the student's path or Hub
             id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
@@ -46,7 +46,7 @@ class GKDTrainer(DistillationTrainer):
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         formatting_func: Not supported. It must be None. Use ``dataset.map`` to create the columns ``prompt`` and ``completion``
             instead.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
             or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
         reward_funcs: Not supported. It must be None. Among the distillation methods, only MiniLLM and SDPO use rewards.

@@ -60,7 +60,7 @@ class GRPOTrainer(OnlineTrainer):
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. If None, the
             prompts come from ``environment_factory``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
+        processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         reward_processing_classes: Tokenizer of the reward model, or a list of tokenizers if there are several reward models.
             If None, they are loaded together with the reward models.
         callbacks: Additional `transformers.TrainerCallback` objects.

@@ -40,7 +40,7 @@ class SFTTrainer(PostTrainer):
         data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``messages``, ``text``, ``prompt`` and ``completion``, or token ids.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
+        processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         compute_loss_func: Function that replaces the loss. The function receives the model's outputs, the labels and
             the number of label tokens.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.

@@ -30,7 +30,7 @@ class CapturedCall:
         prompt_ids: Token ids of the prompt. If the prompt continues a completion, the ids begin with those of the
             earlier prompt and its completion.
         text: Rendered prompt. The text is empty if the prompt was sent as token ids.
-        parent: The completion that the prompt continues, as call number and choice index. None: it continues no
+        parent: The completion that the prompt continues, as call number and choice index. None if the prompt continues no
             completion.
         messages: Messages of the request. The list is empty if the prompt is plain text or token ids.
         tools: Schemas of the tools.

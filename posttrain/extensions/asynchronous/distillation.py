@@ -75,7 +75,7 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``. With several teachers, it also needs ``teacher_id``, unless
             ``teacher_weights`` mixes the teachers.
-        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+        processing_class: Tokenizer or processor of the student. If None, the tokenizer is loaded from the student's path or Hub
             id.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
@@ -84,7 +84,7 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
             `RolloutWorkerProtocol`.
         weight_transfer: Object that sends weights to ``rollout_worker``, see `WeightTransferProtocol`.
         teacher_model: Teacher as in `DistillationTrainer`. Only used if ``args`` has no teacher server.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
             or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.

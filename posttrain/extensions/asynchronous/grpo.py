@@ -44,7 +44,7 @@ class AsyncGRPOTrainer(AsyncTrainer):
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. If None, the
             prompts come from ``environment_factory``.
-        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
+        processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         peft_config: Config of a new adapter to train. If None, no adapter is added.

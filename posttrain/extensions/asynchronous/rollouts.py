@@ -177,7 +177,9 @@ class RolloutService:
 
     @property
     def pool(self) -> WorkerPool | None:
-        """The worker pool, whose rollouts are all recorded in the ledger. None: the user passed a worker."""
+        """The worker pool, whose rollouts are all recorded in the ledger. The pool is None if the
+        user passed a worker.
+        """
         return self.worker if isinstance(self.worker, WorkerPool) else None
 
     # Start and stop ----------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ class A2POTrainer(OnlineTrainer):
         train_dataset: Dataset with the column ``prompt``. A stream is not supported, because the values of all prompts
             are computed before training.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the model. If None, it is loaded from the model's path or Hub id.
+        processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. If None, they are loaded

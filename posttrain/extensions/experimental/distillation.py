@@ -66,7 +66,7 @@ class IWOPDTrainer(DistillationTrainer):
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+        processing_class: Tokenizer or processor of the student. If None, the tokenizer is loaded from the student's path or Hub
             id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
@@ -74,7 +74,7 @@ class IWOPDTrainer(DistillationTrainer):
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
             or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
@@ -169,7 +169,7 @@ class MiniLLMTrainer(DistillationTrainer):
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+        processing_class: Tokenizer or processor of the student. If None, the tokenizer is loaded from the student's path or Hub
             id.
         reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. If None, they are loaded
             together with the reward models.
@@ -177,7 +177,7 @@ class MiniLLMTrainer(DistillationTrainer):
         optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         rollout_func: Not supported, must be None. Use `GRPOTrainer`.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
             or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
@@ -280,14 +280,14 @@ class SDFTTrainer(DistillationTrainer):
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with ``prompt`` and ``privileged_context``, which only the teacher reads.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+        processing_class: Tokenizer or processor of the student. If None, the tokenizer is loaded from the student's path or Hub
             id.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         teacher_model: Separate teacher. If None, the student is its own teacher, with the weights that
             ``args.teacher_model_kind`` selects.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
             or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
@@ -414,7 +414,7 @@ class SDPOTrainer(DistillationTrainer):
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+        processing_class: Tokenizer or processor of the student. If None, the tokenizer is loaded from the student's path or Hub
             id.
         reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. If None, they are loaded
             together with the reward models.
@@ -423,7 +423,7 @@ class SDPOTrainer(DistillationTrainer):
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         teacher_model: Separate teacher. If None, the student is its own teacher, with the weights that
             ``args.teacher_model_kind`` selects.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
             or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
@@ -578,7 +578,7 @@ class SSDTrainer(DistillationTrainer):
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+        processing_class: Tokenizer or processor of the student. If None, the tokenizer is loaded from the student's path or Hub
             id.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.

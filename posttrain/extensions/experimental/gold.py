@@ -176,7 +176,7 @@ class GOLDTrainer(DistillationTrainer):
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+        processing_class: Tokenizer or processor of the student. If None, the tokenizer is loaded from the student's path or Hub
             id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
@@ -184,7 +184,7 @@ class GOLDTrainer(DistillationTrainer):
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, it is loaded from the teacher's path
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
             or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.

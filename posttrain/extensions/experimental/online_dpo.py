@@ -54,7 +54,7 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
-        ref_model: Reference model. If None, it is the policy with its initial weights: a frozen copy, or, with
+        ref_model: Reference model. If None, the reference is the policy with its initial weights: a frozen copy, or, with
             ``peft_config``, the policy with its adapter disabled.
         reward_funcs: Reward model, its path or Hub id, a reward function, or a list of these. Functions receive the
             first completions of all prompts, followed by the second completions. Exactly one of ``reward_funcs`` and

@@ -468,8 +468,8 @@ class PPOTrainer(OnlineTrainer):
         return scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the learning rate ``lr``, the number of responses ``episode``, and responses per second since the start
-        ``eps``.
+        """Add ``lr`` (the learning rate), ``episode`` (the number of responses) and ``eps`` (responses per second since the
+        start).
         """
         if "loss" in logs and self._clock is not None:
             done, (before, began) = self.counters["episode"], self._clock

@@ -14,7 +14,7 @@ from posttrain.rewards.runner import transform_names
 from posttrain.rollouts.engines import EXACT
 
 ESTIMATORS = ("k1", "k3")
-# Minimum number of responses per mini-batch and process with which rewards may be whitened.
+# Rewards are whitened only if each process has at least this number of responses per mini-batch.
 WHITEN_LEAST = 8
 
 

@@ -33,7 +33,7 @@ class ServerDistillationTrainer(DistillationTrainer):
         train_dataset: Dataset with the column ``prompt``. With several teachers, it also needs ``teacher_id``, unless
             ``teacher_weights`` mixes the teachers.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
-        processing_class: Tokenizer or processor of the student. If None, it is loaded from the student's path or Hub
+        processing_class: Tokenizer or processor of the student. If None, the tokenizer is loaded from the student's path or Hub
             id.
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.

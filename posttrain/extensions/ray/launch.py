@@ -36,7 +36,7 @@ PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTT
 INTERRUPTED, TERMINATED = 130, 143
 # Exit code EX_TEMPFAIL of sysexits.h. It means that the same command may be started again, because the failure is temporary.
 LOST = 75
-# Maximum number of seconds for which the trainer may save after Ctrl-C, and for which a server may stop.
+# Time limits in seconds: for the trainer to save after Ctrl-C, and for a server to stop.
 SAVE_SECONDS = 15.0
 # Option number from linux/prctl.h. It sets the signal that a child process gets when its parent dies.
 PR_SET_PDEATHSIG = 1

@@ -471,7 +471,7 @@ class VLLMEngine(RolloutEngine):
 
 
 def vllm_refusal(model: nn.Module) -> str | None:
-    """Return the reason why vLLM cannot sample from this model in the trainer's process. None: it can."""
+    """Return the reason why vLLM cannot sample from this model in the trainer's process, or None if it can."""
     try:
         vllm = require("vllm", "rollouts by vLLM in this process")
         refuse_virtual_tokens(model, "vLLM")
