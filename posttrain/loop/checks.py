@@ -183,7 +183,7 @@ class Checks:
             )
 
     def first_batch(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> None:
-        """Run the checks of the third moment, on the batches of the first optimizer step.
+        """Run the checks that need the batches of the first optimizer step.
 
         Args:
             run: Run of the trainer.

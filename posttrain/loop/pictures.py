@@ -355,8 +355,8 @@ class Vision:
     def look_at(
         self, rollouts: Sequence[Rollout], examples: Sequence[Mapping[str, Any]], model: nn.Module, pad_token_id: int
     ) -> tuple[list[Rollout], set[int], dict[str, Metric]]:
-        """Check the rollouts of a generation. If an engine sampled image placeholders despite `sampling`, replace them
-        with padding. Return the rollouts, the indices of changed rollouts, and metrics.
+        """Check the rollouts of a generation. `sampling` forbids image placeholders. If an engine sampled them
+        nevertheless, replace them with padding. Return the rollouts, the indices of changed rollouts, and metrics.
 
         The metrics are the number of images per row, the number of their tokens, the numbers of images that were
         encoded and reused since the last call, the time for encoding in seconds, and the number of masked completions.

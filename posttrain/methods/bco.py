@@ -190,7 +190,7 @@ class BCO(AnswerMethod[BCOConfig]):
         return replace(row_terms(batch, terms, metrics=metrics), sums=sums)
 
     def end_step(self, state: State, sums: Tensor | None) -> tuple[Delta, dict[str, Metric]]:
-        """Update delta with the rewards of the step."""
+        """Update the reward baseline delta with the rewards of the step."""
         known = state.own if sums is None else state.own.moved(sums, state.ranks)
         return known, {"delta": mean(known.moments.mean)}
 

@@ -428,7 +428,9 @@ def _unhooked(layer: nn.Module) -> bool:
 
 
 def _in_force(layer: Any) -> Any:
-    """Return the layer that computes the output. peft wraps an output layer that is trained in full or for some tokens."""
+    """Return the layer that computes the output, without peft's wrapper for output layers that are trained in full or for some
+    tokens.
+    """
     if not hasattr(layer, "original_module"):
         return layer
     if layer.disable_adapters:

@@ -225,8 +225,8 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     gradient (0.3 in half precision). Mamba-1 and some custom models fail and are trained on padded rows. Recurrent
     layers pass if their functions support prefix trees (`posttrain.models.recurrent`).
 
-    Longrope frequencies depend on the longest sequence of a pass. The probe does not test this dependence, because the
-    limits are known (`rope_limits`) and the layout separates sequences above them.
+    Longrope frequencies depend on the longest sequence of a pass. The probe does not test longer sequences,
+    because the lengths at which frequencies change are known (`rope_limits`) and the layout separates longer sequences.
 
     Args:
         model: Model that is ready to run.

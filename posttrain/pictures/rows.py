@@ -58,7 +58,7 @@ class PictureOptions:
     fingerprints are stable.
 
     Attributes:
-        branches: Names of the answer columns. Empty: rows are documents with labels (SFT).
+        branches: Names of the answer columns. An empty list means that rows are documents with labels (SFT).
         max_length: Maximum number of tokens of prompt and answer, including those of images. None: no limit.
         fit: ``error``: raise an error if more than 0.5 % of the rows are too long or cannot be read. ``drop``: drop
             these rows. ``resize``: like ``error``, but first resize images that exceed their limits

@@ -155,10 +155,10 @@ def logged_labels(labels: Mapping[str, str], logged: Iterable[str]) -> dict[str,
 
 
 def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines with the first and the last values of the metrics in `JUDGED`.
+    """Return lines that compare the metrics in `JUDGED` at the start and at the end of a run.
 
-    The values are means over the first and the last tenth of the points. If the run has a reward, the training loss is omitted,
-    because it then does not show whether the run learned.
+    The start is the mean of the first tenth of the logged values, and the end is the mean of the last tenth. If the run has
+    a reward, the training loss is omitted, because it then does not show whether the run learned.
 
     >>> learned([{"reward": 0.0, "frac_reward_zero_std": 1.0}] * 2)
     ['reward 0 -> 0: all groups had equal rewards, so nothing was learned from it']

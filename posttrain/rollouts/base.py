@@ -318,8 +318,8 @@ class WeightTransfer:
 
     @property
     def holders(self) -> Any:
-        """Servers that have the last version of the weights. None: the transfer has no servers, and every engine can
-        read the weights.
+        """Servers that have the last version of the weights. The result is None if all engines read the weights without a
+        server.
         """
         return None
 

@@ -187,7 +187,9 @@ def move_in_passes_of_its_own(run: Run, micro_batches: list[list[Batch]]) -> Non
 
 
 def move_delta(run: Run, micro_batches: list[list[Batch]]) -> None:
-    """Update delta with the rewards of these micro-batches on all ranks. The rewards are computed without gradients."""
+    """Update BCO's reward baseline delta with the rewards of these micro-batches on all ranks. The rewards are computed
+    without gradients.
+    """
     ratios = log_ratios(run, [batch for micro in micro_batches for batch in micro])
     rewards = torch.cat([torch.zeros(0), *((run.args.beta * ratio).cpu() for ratio in ratios)])
     run.progress.own = run.progress.own.moved(reward_sums(rewards), run.ranks)

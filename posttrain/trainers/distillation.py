@@ -198,7 +198,7 @@ class DistillationTrainer(OnlineTrainer):
         # Tokens with the largest divergence, as pairs: index of the completion, and text.
         self._worst: list[tuple[float, str]] = []
         self._row_of: dict[float, dict[str, Any]] = {}
-        # Image reader of the teacher, if the teacher does not use the student's token ids.
+        # Processor of the teacher's images. It is None if the teacher reads the student's token ids.
         self.teacher_vision: Any = None
 
         rewards = reward_funcs or _unrewarded

@@ -285,7 +285,9 @@ class TaskSource:
         return GroupTask(number, row, self.group_size, seed, attempt)
 
     def state(self) -> dict[str, Any]:
-        """Return the position for a checkpoint. A resumed run generates the prompts in progress again."""
+        """Return the position for a checkpoint. A resumed run samples new completions for the prompts that were in
+        progress.
+        """
         pending = [*(origin for _, origin in self._again), *self._origin.values()]
         return {"prompts": self.prompts.state(), "group": self.group, "pending": [list(x) for x in pending]}
 

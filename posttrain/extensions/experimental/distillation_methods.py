@@ -101,7 +101,7 @@ class IWOPDConfig(DistillationConfig):
     )
     iw_opd_epsilon: PositiveFloat = option(
         1e-8,
-        "With 'iw_opd': lower bound of the sum of advantages by which weights are divided, above 0. Avoids division by 0.",
+        "Used with 'iw_opd'. Weights are divided by a sum of advantages. This option is the minimum of that sum, above 0.",
     )
 
     def _rules(self) -> list[tuple[str, bool, str]]:

@@ -89,7 +89,8 @@ class Limits:
     Args:
         timeout: CPU seconds per process. The wall-clock limit for all processes together is twice this value.
         memory_mb: Address space per process, in MiB. On x86_64 and aarch64, bubblewrap also refuses system calls that
-            allocate memory outside a process (SysV shared memory, memfds). On other machines, these calls are allowed.
+            allocate memory outside a process (SysV shared memory, memfds). On other processors, bubblewrap allows
+            these system calls.
         file_mb: Maximum size of each file and of the printed output, in MiB. In bubblewrap, the working folder can hold
             four times this size.
         processes: Maximum number of concurrent processes and threads. The kernel does not apply this limit to root.
@@ -469,7 +470,8 @@ def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits)
     return CaseResult(True) if written == wanted else CaseResult(False, f"wrote {outcome.output[:100]!r}")
 
 
-# Program of a test. It prints a random word at its end, which is missing if the code exits early with status 0.
+# Program that runs the code and its test. Its last line of output is a random word, so a missing word shows that the code
+# exited early with status 0.
 TESTED = """
 scope = {{"__name__": "__main__"}}
 exec(compile({source!r}, "<completion>", "exec"), scope)
