@@ -12,6 +12,8 @@ from itertools import groupby, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import numpy as np
+
 from posttrain.errors import ArgumentTypeError, DataError
 from posttrain.types import Row
 from posttrain.values import NESTED_COLUMNS, is_messages, without_none
@@ -624,8 +626,7 @@ def tokenized(
     streaming = isinstance(dataset, datasets.IterableDataset)
     extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
     named = {} if streaming else {"new_fingerprint": _fingerprint(dataset, function.__qualname__, arguments, drop)}
-    if counters:
-        arguments, function = arguments | {"function": function, "counters": counters}, _with_counts
+    arguments, function = arguments | {"function": function, "counters": counters, "stream": streaming}, _columns
     told = ["_reason", *notes, *(["_counts"] if counters else [])]
     described = {} if streaming else {"desc": f"Tokenizing {name} dataset", "features": features}
     options = {"batched": True, "with_indices": True, "remove_columns": drop, "fn_kwargs": arguments}
@@ -660,12 +661,23 @@ def tokenized(
     return mapped, counts, kept.remove_columns(told, **named), report
 
 
-def _with_counts(
-    batch: dict[str, list], indices: list[int], function: Callable, counters: Sequence[str], **arguments: Any
+def _columns(
+    batch: dict[str, list],
+    indices: list[int],
+    function: Callable,
+    counters: Sequence[str],
+    stream: bool,
+    **arguments: Any,
 ) -> dict[str, list]:
     """Call the tokenizing function and store its counters in one column, because every Arrow column has a fixed cost."""
     columns = function(batch, indices, **arguments)
-    return columns | {"_counts": list(zip(*(columns.pop(name) for name in counters), strict=True))}
+    if counters:
+        columns["_counts"] = list(zip(*(columns.pop(name) for name in counters), strict=True))
+    for name, values in columns.items() if not stream else ():
+        # Use arrays, because datasets checks the type of every number in a list.
+        if type(next((value[0] for value in values if isinstance(value, list) and value), None)) is int:
+            columns[name] = [np.asarray(value, np.int64) for value in values]
+    return columns
 
 
 def _fingerprint(dataset: AnyDataset, *about: object) -> str | None:
