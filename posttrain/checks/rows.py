@@ -634,7 +634,7 @@ def _filled(value: object) -> bool:
 
 def answers_of(value: object) -> str:
     """Return an answer or prompt as text. Messages are joined with their roles."""
-    if isinstance(value, list):
+    if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value):
         return "\n".join(f"{t.get('role') or t.get('from')}: {t.get('content') or t.get('value') or ''}" for t in value)
     return "" if value is None else str(value)
 

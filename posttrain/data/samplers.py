@@ -276,6 +276,11 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
 
 
 def _check_prompt(prompt: Any, index: int, name: str, chat: bool, tokenizer: Tokenizer) -> None:
+    if not isinstance(prompt, str | list):
+        raise DataError(
+            f"{name} row {index}: column 'prompt' must be a string or a list of messages, not a {type(prompt).__name__}. Fix: "
+            "put a single message into a list."
+        )
     if isinstance(prompt, list) != chat:
         raise DataError(
             f"{name} row {index}: the prompt is a {type(prompt).__name__}, but the prompt of row 0 is a "

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from posttrain import DPOConfig, DPOTrainer
 from posttrain.data.formats import undecoded, united
 from posttrain.data.preference import (
     extract_and_unpair,
@@ -13,8 +14,9 @@ from posttrain.data.preference import (
     maybe_unpair_preference_dataset,
     unpair_preference_dataset,
 )
-from posttrain.errors import DataError
+from posttrain.errors import DataError, PreflightError
 from posttrain.values import strip_none
+from tests.conftest import build_model
 from tests.wordings import raises
 
 U, A = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})
@@ -185,3 +187,12 @@ def test_a_text_prompt_beside_answers_of_messages_is_named_as_that():
     answers = {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
     with raises(DataError, "column 'prompt' is text ('What is 1?')", "convert the prompt to messages"):
         maybe_extract_prompt({"prompt": "What is 1?", **answers})
+
+
+def test_a_list_of_texts_as_answer_is_refused_by_the_data_checks(tiny_tokenizer, tmp_path):
+    rows = datasets.Dataset.from_list([{"prompt": f"q {i}", "chosen": "a", "rejected": ["b"]} for i in range(8)])
+    with pytest.raises(PreflightError, match="a message of `rejected` without a role"):
+        DPOTrainer(
+            build_model(len(tiny_tokenizer)), args=DPOConfig(str(tmp_path), use_cpu=True, report_to=[]), train_dataset=rows,
+            processing_class=tiny_tokenizer,
+        )  # fmt: skip

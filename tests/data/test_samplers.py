@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.samplers import RepeatSampler, repeat_iterable_dataset
+from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
 from tests.wordings import raises
 
@@ -161,3 +161,11 @@ def test_set_epoch_reaches_a_shuffle_upstream():
     assert order(0) == order(0) != order(1) == order(1)
     assert order(1)[::2] == order(1)[1::2]
     assert sorted(order(1)[::2]) == list(range(50))
+
+
+def test_a_prompt_that_is_one_message_is_refused_with_its_row(tiny_tokenizer):
+    rows = datasets.Dataset.from_list([{"prompt": {"role": "user", "content": "hi"}}] * 2)
+    with pytest.raises(
+        DataError, match="train_dataset row 0: column 'prompt' must be a string or a list of messages, not a dict"
+    ):
+        check_prompts(rows, "train_dataset", tiny_tokenizer)
