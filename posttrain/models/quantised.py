@@ -126,6 +126,25 @@ def packing_of(config: PretrainedConfig | None) -> Any:
     return getattr(config, "quantization_config", None)
 
 
+def is_packed(weight: Any) -> bool:
+    """Return whether bitsandbytes has packed a tensor into 4 or 8 bits. Return False if the argument is not a tensor."""
+    kind = type(weight).__name__
+    return kind == "Params4bit" or (kind == "Int8Params" and weight.dtype == torch.int8)
+
+
+def dequantized_weight(layer: nn.Module) -> torch.Tensor:
+    """Return the weight of a layer. If it is quantized, it is dequantized: 4-bit weights of bitsandbytes to the dtype in which
+    the model was loaded, and 8-bit weights to float32.
+    """
+    from peft.utils.integrations import dequantize_bnb_weight, dequantize_module_weight
+
+    weight: Any = layer.weight
+    if is_packed(weight):
+        # On a CPU, `dequantize_module_weight` assigns a new weight without scales to an 8-bit layer.
+        return dequantize_bnb_weight(weight, state=getattr(layer, "state", None)).detach()
+    return dequantize_module_weight(layer).detach()
+
+
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of products with quantized weights. For 4-bit weights, it is the dtype in their config,
     otherwise bfloat16.

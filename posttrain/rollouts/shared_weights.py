@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from posttrain.errors import ModelError, WeightSyncError
 from posttrain.models.heads import adapter_kind, adapters_of, causal_lm, learns_prompts, unwrapped
 from posttrain.models.load import ADDS_LAYERS
 from posttrain.models.parallel import flattens_parameters, gathered, is_partitioned, summoned, whole_tensor
+from posttrain.models.quantised import bits_of, dequantized_weight, is_packed
 from posttrain.models.reference import use_adapter
 from posttrain.rollouts.shared_memory import SharedFolder, file_tensors, write_tensors
 
@@ -46,8 +48,14 @@ def clean_name(name: str) -> str:
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
     """Yield, for each weight of the base model's checkpoint, its name and a function that computes it.
 
+<<<<<<< HEAD
     The function returns the weight itself, or, if active adapters change it, a new tensor with the adapters merged
     (``W + scale B A`` for LoRA). Tied weights are yielded once, under the name of their source.
+=======
+    The function returns the weight itself. If active adapters change it, the function returns a new tensor with the
+    adapters merged (``W + scale B A`` for LoRA). Weights that bitsandbytes has quantized are dequantized. Tied weights
+    are yielded once, under the name of their source.
+>>>>>>> h1
 
     Args:
         model: A transformers or peft model, wrapped or not.
@@ -89,7 +97,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozens
         yield from special
         return
     for name, parameter in module.named_parameters(recurse=False):
-        yield prefix + name, _itself(parameter), _identities([parameter])
+        yield prefix + name, _itself(parameter, module), _identities([parameter])
     yield from _below(module, prefix)
 
 
@@ -109,13 +117,25 @@ def _identities(tensors: Iterable[Tensor]) -> frozenset[int]:
     return frozenset(tensor.data_ptr() or id(tensor) for tensor in local)
 
 
-def _itself(tensor: Tensor) -> Getter:
+def _itself(tensor: Tensor, layer: nn.Module | None = None) -> Getter:
+    """Return a function that returns the whole tensor. If it is the quantized weight of ``layer``, it is dequantized."""
+
     def read() -> Tensor:
+        if layer is not None and is_packed(tensor):
+            return _stored(layer, "weight", dequantized_weight(layer))
         with gathered([tensor]):
             whole = whole_tensor(tensor.detach())
             return whole.clone() if is_partitioned(tensor) else whole
 
     return read
+
+
+def _stored(layer: Any, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of a layer in the layout of the checkpoint. A quantized layer that replaces a ``Conv1D`` (GPT-2) has
+    the transposed weight.
+    """
+    source = getattr(layer, "source_cls", None)
+    return tensor.T if name == "weight" and source is not None and source.__name__ == "Conv1D" else tensor
 
 
 def _adapted(module: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]] | None:
@@ -146,7 +166,7 @@ def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int
         tuner = _tuner_of(layer, name)
         adapters = [] if tuner is None else _active_parameters(tuner)
         if tuner is None or not adapters:
-            yield prefix + name, _itself(parameter), _identities([parameter])
+            yield prefix + name, _itself(parameter, base), _identities([parameter])
         else:
             yield prefix + name, _merged(layer, tuner, base, name), _identities([parameter, *adapters])
     # The base layer of a ParamWrapper can be any module (e.g. a router or a sequence mixer).
@@ -179,10 +199,14 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
                 return whole_tensor(tuner.get_merged_weights(tuner.active_adapters).detach())
             try:
                 if isinstance(tuner, ParamWrapper) or (plain_lora(tuner) and name == "weight"):
-                    return whole_tensor(_plus_delta(tuner, base, name))
-                # Merge into a temporary copy of the layer, because peft merges in place.
-                twin = copy.deepcopy(layer)
-                twin.merge()
+                    merged = _plus_delta(tuner, base, name)
+                elif is_packed(getattr(base, "weight", None)):
+                    merged = _merged_dequantized(layer, base, name)
+                else:
+                    # Merge into a temporary copy of the layer, because peft merges in place.
+                    twin = copy.deepcopy(layer)
+                    twin.merge()
+                    merged = getattr(twin.get_base_layer(), name)
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 reason = str(error).rstrip(".")
                 raise ModelError(
@@ -191,9 +215,29 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
                     "rollout_engine='hf', which runs in the trainer's process, or use LoRA without its own bias "
                     "(lora_bias=False)."
                 ) from error
-            return whole_tensor(getattr(twin.get_base_layer(), name).detach())
+            return _stored(base, name, whole_tensor(merged.detach()))
 
     return compute
+
+
+def _merged_dequantized(layer: Any, base: Any, name: str) -> Tensor:
+    """Return a weight of a quantized base layer with the active adapters merged by peft.
+
+    peft's layers for quantized weights quantize the merged weight again. Therefore, this function merges in a copy of the
+    layer with a dequantized base layer. The sum is computed in float32 and rounded once.
+    """
+    weight = dequantized_weight(base)
+    dense = nn.Linear(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+    dense.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
+    if base.bias is not None:
+        dense.bias = nn.Parameter(base.bias.detach().to(torch.float32, copy=True), requires_grad=False)
+    twin = copy.deepcopy(layer, {id(base): dense}).float()
+    twin.quantization_backend, path = None, type(twin).__module__
+    if path.endswith(".bnb"):
+        twin.__class__, twin.fan_in_fan_out = sys.modules[path.removesuffix("bnb") + "layer"].Linear, False
+    twin.merge()
+    stored = weight if name == "weight" else getattr(base, name)
+    return getattr(dense, name).to(stored.dtype)
 
 
 def check_mergeable(model: nn.Module) -> None:
@@ -242,9 +286,7 @@ def plain_lora(layer: nn.Module) -> bool:
 
 def _plus_delta(layer: Any, base: Any, name: str) -> Tensor:
     """Return ``W + sum of scale B A`` of the active adapters. The sum is computed in float32 and rounded once."""
-    from peft.utils.integrations import dequantize_module_weight
-
-    weight = (dequantize_module_weight(base) if name == "weight" else getattr(base, name)).detach()
+    weight = (dequantized_weight(base) if name == "weight" else getattr(base, name)).detach()
     total = weight.to(torch.float32, copy=True)
     for adapter in layer.active_adapters:
         if adapter in layer.lora_A:
@@ -465,6 +507,8 @@ class Weights:
 def save_merged(model: nn.Module, folder: str | Path) -> None:
     """Save a transformers checkpoint of the base model with the active adapters merged. The model is not changed.
 
+    Weights that bitsandbytes has quantized are saved dequantized, without ``quantization_config``.
+
     If an adapter changes only one of two tied matrices, an error is raised, because the saved model would differ from
     the model with the adapter. peft's ``merge_and_unload`` does not check this.
 
@@ -473,13 +517,19 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
         folder: Folder to create.
 
     Raises:
-        ModelError: The adapter cannot be expressed as weights of the base model.
+        ModelError: The adapter cannot be expressed as weights of the base model, or the weights are quantized with another
+            package than bitsandbytes.
     """
     base = causal_lm(model)
     if getattr(base, "_hf_peft_config_loaded", False):
         raise ModelError(
             "a model with an adapter of transformers' add_adapter() cannot be saved as a whole: transformers saves the "
             "adapter only. Fix: use peft.get_peft_model or peft.PeftModel.from_pretrained instead."
+        )
+    if getattr(base, "hf_quantizer", None) is not None and bits_of(base) is None:
+        raise ModelError(
+            f"save_merged cannot dequantize weights that are quantized with {base.quantization_method}. It supports "
+            "bitsandbytes only. Fix: dequantize the model (model.dequantize()) before the adapter is added or loaded."
         )
     seen: set[int] = set()
     weights = {}
@@ -488,20 +538,39 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
     for name, tensor in Weights(model):
         weights[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
-    base.save_pretrained(folder, state_dict=weights)
+    _without_quantization(base).save_pretrained(folder, state_dict=weights)
 
 
 def checkpoint_weights(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert weights from the model's names and layout to those of its checkpoint; see `renamed`."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(model, weights)
+    return revert_weight_conversion(_without_quantization(model), weights)
+
+
+def _without_quantization(model: Any) -> Any:
+    """Return a shallow copy of a quantized model, whose attributes describe a checkpoint with dequantized weights. Return
+    other models themselves.
+    """
+    if getattr(model, "hf_quantizer", None) is None:
+        return model
+    plain = copy.copy(model)
+    plain.hf_quantizer, plain.config = None, copy.deepcopy(model.config)
+    del plain.config.quantization_config
+    if (conversions := getattr(model, "_weight_conversions", None)) is not None:
+        plain._weight_conversions = [item for item in conversions if not _unpacks(item)]
+    return plain
+
+
+def _unpacks(conversion: Any) -> bool:
+    """Return whether a conversion of transformers unpacks a quantized checkpoint. It cannot be reverted."""
+    return any(hasattr(operation, "hf_quantizer") for operation in getattr(conversion, "operations", ()))
 
 
 def renamed(model: nn.Module) -> bool:
     """Return whether the names or the layout of the model's parameters differ from those in its checkpoint."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    base = causal_lm(model)
+    base = _without_quantization(causal_lm(model))
     known = getattr(base, "_weight_conversions", None)
     return bool(get_model_conversion_mapping(base, add_legacy=False) if known is None else known)
