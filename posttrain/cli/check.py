@@ -210,8 +210,10 @@ class Checkup:
     def _model(self) -> str:
         from posttrain.checks.machine import check_precision
         from posttrain.methods.config import sequence_parallel
+        from posttrain.models.quantised import check_quantised
 
         subject, model_args = self.subject, self.subject.model_args
+        check_quantised(subject.source, subject.config, model_args if model_args.use_peft else None, None)
         config = self.known["model_config"] = subject.model_config
         loaded = copy.deepcopy(config)
         if backend := dict(subject.config.model_init_kwargs or {}).get("attn_implementation"):
@@ -309,19 +311,17 @@ class Checkup:
         from huggingface_hub import HfApi
 
         from posttrain.loop.checkpoint import resolve_resume
+        from posttrain.report.lock import check_writable
 
         config = self.subject.config
-        folder = Path(config.output_dir).absolute()
-        nearest = next(place for place in (folder, *folder.parents) if place.exists())
+        folder = Path(os.path.expanduser(config.output_dir or "")).absolute()
+        before = {place for place in (folder, *folder.parents) if os.path.lexists(place)}
         try:
-            # Writing is tested, because os.access always returns True for root.
-            with tempfile.TemporaryFile(dir=nearest):
-                pass
-        except OSError as error:
-            raise ConfigError(
-                f"output_dir={config.output_dir!r} cannot be written: {str(nearest)!r}: {error.strerror}. Fix: choose "
-                "another folder."
-            ) from error
+            check_writable(config.output_dir)
+        finally:
+            for place in (folder, *folder.parents):
+                if place not in before and os.path.isdir(place):
+                    place.rmdir()
         resolve_resume(train.resume_from(config), config.output_dir)
         if config.push_to_hub:
             try:

@@ -41,7 +41,10 @@ def check_writable(output_dir: str | None) -> None:
     """
     if not output_dir:
         raise ConfigError("output_dir is empty. Fix: set it to a folder for checkpoints and the run record.")
-    folder = Path(output_dir).expanduser()
+    try:
+        folder = Path(output_dir).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"output_dir={output_dir!r} names no folder: {error} Fix: write the whole path.") from error
     try:
         os.fsencode(folder)
         # This raises an error if the path contains bytes that are invalid in the file system's encoding. Python represents such

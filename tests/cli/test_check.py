@@ -144,12 +144,15 @@ def test_a_folder_that_cannot_be_written_a_missing_checkpoint_and_a_hub_that_doe
     for flags, said in (
         (("--output_dir", "file/run"), "cannot be written: "),
         (("--output_dir", "/proc/run"), "cannot be written: "),  # Root may write there, but the file system cannot.
+        (("--output_dir", ""), "output_dir is empty"),
+        (("--output_dir", "~no-such-user/run"), "output_dir='~no-such-user/run' names no folder"),
+        (("--output_dir", "new/" + "a" * 300), "File name too long"),
         (("--resume_from_checkpoint", "true"), "there is no complete checkpoint in 'out'"),
         (("--push_to_hub", "true"), "push_to_hub=True, but the Hub refuses this run: "),
     ):
         code, found = checked(capsys, "sft", "--config", "sft.yaml", *flags)
         (error,) = [stage["error"] for stage in found["stages"] if stage["error"]]
-        assert code == 78 and said in error
+        assert code == 78 and said in error and not Path("new").exists()
 
 
 def test_a_training_command_that_is_refused_exits_with_78(folder, capsys):
