@@ -321,7 +321,8 @@ class Checkup:
         finally:
             for place in (folder, *folder.parents):
                 if place not in before and os.path.isdir(place):
-                    place.rmdir()
+                    with contextlib.suppress(OSError):
+                        place.rmdir()
         resolve_resume(train.resume_from(config), config.output_dir)
         if config.push_to_hub:
             try:

@@ -390,7 +390,17 @@ def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: li
 def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
     """Return a copy of an adapter config with which the classifier's head is trained and saved too. The head is
     randomly initialized.
+
+    Raises:
+        ModelError: The model has no classification head.
+        ConfigError: The adapter trains token embeddings only, so that peft neither trains nor saves the head.
     """
+    if getattr(peft_config, "peft_type", None) == "TRAINABLE_TOKENS":
+        raise ConfigError(
+            "with TrainableTokensConfig, the classification head would be neither trained nor saved, because peft supports no "
+            "modules_to_save there. Fix: set peft_config=LoraConfig(target_modules='all-linear', "
+            f"trainable_token_indices={vars(peft_config).get('token_indices')}), with which the head is trained and saved too."
+        )
     if peft_config is None or not hasattr(peft_config, "modules_to_save"):
         return peft_config
     layer = score_layer(model)

@@ -18,7 +18,7 @@ from torch import nn
 from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.architecture import config_of, get_config_model_id
-from posttrain.models.heads import adapter_kind, causal_lm, output_layer, unwrapped
+from posttrain.models.heads import adapter_kind, adapters_of, causal_lm, output_layer, unwrapped
 from posttrain.models.parallel import frozen_parameters, is_partitioned
 
 if TYPE_CHECKING:
@@ -76,13 +76,16 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
 def disable_dropout_in_model(model: nn.Module) -> None:
     """Set every dropout probability to 0, in dropout modules and in float attributes whose names contain "drop".
 
-    The attributes of all modules and of the model's configs are set. ``lora_dropout`` is not changed, because it is an
-    explicit setting of the user in the adapter's config.
+    The attributes of all modules and of the model's configs are set. The dropout of an adapter, e.g. ``lora_dropout``, is not
+    changed, because it is an explicit setting of the user in the adapter's config.
     """
     holders: list[Any] = []
-    for name, module in model.named_modules():
+    added = _adapter_modules(model)
+    for module in model.modules():
+        if module in added:
+            continue
         if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = module.p if "lora_dropout" in name.split(".") else 0.0
+            module.p = 0.0
         else:
             holders.append(module)
     config = config_of(model)
@@ -92,6 +95,21 @@ def disable_dropout_in_model(model: nn.Module) -> None:
         for name, value in list(vars(holder).items()):
             if "drop" in name and isinstance(value, float):
                 setattr(holder, name, 0.0)
+
+
+def _adapter_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that peft has added: layers with an adapter, without their base layers, and prompt encoders."""
+    if not adapters_of(model):
+        return set()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    added: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            added |= {part for path, part in module.named_modules() if "base_layer" not in path.split(".")}
+        elif "prompt_encoder" in name.split("."):
+            added.add(module)
+    return added
 
 
 def create_reference_model(

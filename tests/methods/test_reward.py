@@ -136,6 +136,30 @@ def test_t31_the_head_is_trained_and_saved_with_any_adapter_config(tiny_tokenize
         )
 
 
+def test_an_adapter_without_modules_to_save_is_refused_with_one_that_trains_the_head(tiny_tokenizer, tmp_path):
+    import peft
+
+    for task in (None, "SEQ_CLS"):
+        with raises(ConfigError, "TrainableTokensConfig", "trainable_token_indices=[5, 9]"):
+            reward(
+                tmp_path, tiny_tokenizer, peft_config=peft.TrainableTokensConfig(token_indices=[5, 9], task_type=task)
+            )
+    base = scorer(tiny_tokenizer)
+    start = base.score.weight.clone()
+    fix = peft.LoraConfig(r=4, target_modules="all-linear", trainable_token_indices=[5, 9], task_type="SEQ_CLS")
+    trainer = reward(tmp_path, tiny_tokenizer, model=base, peft_config=fix, max_steps=2)
+    trainer.train()
+    trainer.save_model(tmp_path / "out")
+    ids = torch.tensor([trainer.train_dataset[0]["chosen_ids"][:-1]])
+    trained = trainer.model.eval()(input_ids=ids).logits.item()
+    fresh = scorer(tiny_tokenizer)
+    with torch.no_grad():
+        fresh.score.weight.zero_()
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "out").eval()
+    head = loaded.base_model.model.score.modules_to_save["default"].weight
+    assert loaded(input_ids=ids).logits.item() == pytest.approx(trained, abs=1e-5) and not torch.equal(head, start)
+
+
 def test_a_model_given_as_a_string_gets_a_seeded_head(tiny_tokenizer, tiny_model_dir, tmp_path):
     heads = []
     for seed in (1, 1, 2):
