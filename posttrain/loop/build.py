@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import datasets
@@ -438,6 +439,10 @@ def refuse_untrainable(
     check_optim_args(args)
     check_offloading(args)
     check_writable(args.output_dir)
+    if isinstance(model, str) and Path(model).absolute() == Path(args.output_dir).absolute():
+        logger.warning(
+            "output_dir=%r is the folder of the model, so the run replaces the model's files.", args.output_dir
+        )
     check_model_source(model, generative=traits.generative)
 
 

@@ -296,3 +296,8 @@ def test_an_optimizer_of_another_model_is_refused(tiny_tokenizer, tmp_path):
 def test_an_empty_dict_of_evaluation_sets_is_no_evaluation_set(tiny_tokenizer, tmp_path):
     with raises(ConfigError, "needs eval_dataset, but it is {}"):
         sft(tmp_path, tiny_tokenizer, eval_dataset={}, eval_strategy="steps", eval_steps=1)
+
+
+def test_the_folder_of_the_model_as_output_dir_is_a_warning(tiny_tokenizer, tiny_model_dir, caplog):
+    sft(tiny_model_dir, tiny_tokenizer, model=tiny_model_dir)
+    assert "is the folder of the model, so the run replaces the model's files" in caplog.text
