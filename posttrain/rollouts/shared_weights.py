@@ -57,10 +57,10 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
         are yielded once, under the name of their source.
     >>>>>>> h1
 
-        Args:
+    Args:
             model: A transformers or peft model, wrapped or not.
 
-        Raises:
+    Raises:
             ModelError: The adapter cannot be expressed as weights of the base model.
     """
     bare = unwrapped(model)
