@@ -38,7 +38,7 @@ _PAIRS = (
         r"(?P<before>(?P<q>[\"']?)(?<![\w-])(?P<name>[A-Za-z][\w-]*)(?P=q)\s*[:=]\s*)(?P<value>\"[^\"]*\"|'[^']*')"
     ),
     re.compile(
-        r"(?P<before>(?<![\w-])(?P<name>[A-Za-z]+(?:[_-]\w+)+|[Pp]assword|PASSWORD|[Aa]uthorization|[Cc]ookie):[ \t]+)"
+        r"(?P<before>(?<![\w-])(?P<name>[A-Za-z]+[_-][\w-]*\w|[Pp]assword|PASSWORD|[Aa]uthorization|[Cc]ookie):[ \t]+)"
         r"(?P<value>(?:(?:Basic|Bearer|Token) )?[^\s\"'<>,;()]{6,})"
     ),
 )

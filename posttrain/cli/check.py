@@ -367,6 +367,9 @@ class Checkup:
             contextlib.redirect_stdout(io.StringIO()),
         ):
             config.output_dir, config.push_to_hub = folder, False
+            # A check must not create a repository on the Hub.
+            if "log_completions_hub_repo" in vars(config):
+                config.log_completions_hub_repo = None
             tries = self.tries_step and not untried
             kind = self.subject.kind if tries else without_model(self.subject.kind)
             try:

@@ -234,7 +234,9 @@ def prepared(planned: Plan) -> tuple[Any, Any]:
     if planned.spec.args.check_rewards:
         rows = source.trial_rows(head)
         named = named_sets({"eval_dataset": evaluation})
-        rewards.dry_run(rows, conversational=is_conversational(rows[0]), evaluation=named)
+        args = planned.spec.args
+        options = {"evaluation": named, "group": args.num_generations, "max_steps": args.max_steps}
+        rewards.dry_run(rows, conversational=is_conversational(rows[0]), **options)
     return train, evaluation
 
 

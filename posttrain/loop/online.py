@@ -232,7 +232,7 @@ class OnlineTrainer(PostTrainer):
         return PromptSource(self.args, self.processing_class, tokenized=pictured, most=self.prompt_limit)
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Check that completions can be generated for all prompts. Then test the reward functions on two rows."""
+        """Check that completions can be generated for all prompts. Then test the reward functions on one group of completions."""
         self.prompt_source = self.make_prompt_source()
         if self.driver is not None:
             train, evaluation = self.prompt_source.for_episodes(self.driver, train, evaluation, self.vision.reader)
@@ -241,7 +241,8 @@ class OnlineTrainer(PostTrainer):
         if self.args.check_rewards and self.can_dry_run:
             rows = self.vision.opened(self.prompt_source.trial_rows(head))
             named = named_sets({"eval_dataset": evaluation})
-            self.rewards.dry_run(rows, conversational=is_conversational(rows[0]), evaluation=named)
+            options = {"evaluation": named, "group": self.args.num_generations, "max_steps": self.args.max_steps}
+            self.rewards.dry_run(rows, conversational=is_conversational(rows[0]), **options)
         return train, evaluation
 
     @property

@@ -334,6 +334,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
         if self.model_init_kwargs is not None:
             self.model_init_kwargs = with_dtype(self.model_init_kwargs)  # type: ignore[arg-type]
             check_distributed(self.model_init_kwargs.get("distributed_config"))
+            if "num_labels" in self.model_init_kwargs:
+                raise ConfigError("model_init_kwargs sets num_labels, which the trainer sets itself. Fix: remove it.")
         silenced_codes(self.silence_findings)  # type: ignore[arg-type]
         if self.use_liger_kernel:
             # Use Liger's layers, but not its fused loss, because that loss would replace the forward pass that computes logits

@@ -293,7 +293,7 @@ class RewardFields:
     )
     check_rewards: bool = option(
         True,
-        "Before the model is loaded, call each reward function once with two prompts of the dataset and made-up completions. "
+        "Before the model is loaded, call each reward function once with made-up completions of one prompt of the dataset. "
         "Errors in a function then occur within seconds. Set it to False if a call is expensive.",
     )
     check_reward_determinism: bool = option(

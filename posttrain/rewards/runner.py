@@ -462,7 +462,13 @@ class RewardRunner:
                 self.transforms[k] = RunningScale(int(saved[0]), *map(float, saved[1:]))
 
     def dry_run(
-        self, examples: list[dict[str, Any]], *, conversational: bool, evaluation: Iterable[tuple[str, Any]] = ()
+        self,
+        examples: list[dict[str, Any]],
+        *,
+        conversational: bool,
+        evaluation: Iterable[tuple[str, Any]] = (),
+        group: int = 2,
+        max_steps: int = 1,
     ) -> None:
         """Call every function once with made-up completions, before models and servers are loaded, to find errors early.
 
@@ -471,6 +477,8 @@ class RewardRunner:
             conversational: Whether completions are messages.
             evaluation: Evaluation sets with their names. Evaluation sets must also have the columns that the functions
                 need.
+            group: Number of completions per prompt. At least two completions are made up.
+            max_steps: ``trainer_state.max_steps``, as far as it is known. At least 1.
 
         Raises:
             RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few
@@ -481,15 +489,17 @@ class RewardRunner:
             for function in self._calls if columns else ():
                 function.check_columns([c for c in columns if c not in RESERVED], dataset=name)
         rows = [row for row in examples if row.get("prompt")] or examples
-        # Two rows are used, because with one row a function that returns one number for the whole batch would not be detected.
-        rows = (rows * 2)[:2]
-        texts = ["0", "The answer is 1."]
+        # One group is used, because a function may compare the completions of a group. With one completion, a function that
+        # returns one number for the whole batch would not be detected.
+        count = max(2, group)
+        rows = (rows * 2)[:2] if group == 1 else rows[:1] * count
+        texts = (["0", "The answer is 1."] * count)[:count]
         self(
             prompts=[copy.deepcopy(row["prompt"]) for row in rows],
             completions=[[{"role": "assistant", "content": text}] if conversational else text for text in texts],
-            completion_ids=[[0], [0, 1]],
+            completion_ids=([[0], [0, 1]] * count)[:count],
             columns={name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"},
-            prompt_suffixes=["", ""],
-            trainer_state=transformers.TrainerState(),
+            prompt_suffixes=[""] * count,
+            trainer_state=transformers.TrainerState(max_steps=max(1, max_steps)),
             strict=True,
         )

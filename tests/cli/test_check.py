@@ -445,3 +445,13 @@ def test_a_dataset_beside_a_mixture_is_ignored_with_a_warning(trainable, capsys)
     assert main(["check", "sft", "--config", "mixed.yaml"]) == 0
     both = capsys.readouterr()
     assert "is ignored, because datasets is set" in both.out + both.err
+
+
+def test_a_check_creates_nothing_on_the_hub(trainable, capsys, monkeypatch):
+    from posttrain.report.completions import CompletionsHubCallback
+
+    monkeypatch.setattr(
+        CompletionsHubCallback, "on_train_begin", lambda *_, **__: pytest.fail("a repository is created")
+    )
+    argv = ["--config", "grpo.yaml", "--log_completions", "true", "--log_completions_hub_repo", "me/x"]
+    assert main(["check", "grpo", *argv]) == 0

@@ -73,6 +73,7 @@ REFUSED: dict[str, Refused] = {
     "methods/bco.py BCOConfig.__post_init__ 1": ("bco", {"min_density_ratio": 2.0, "max_density_ratio": 1.0}),
     "methods/config.py PictureConfig.__post_init__ 1": ("sft", {"image_fit": "resize", "max_length": NULL}),
     "methods/config.py PostTrainingConfig.__post_init__ 1": ("sft", {"load_best_model_at_end": True, "save_strategy": "no"}),
+    "methods/config.py PostTrainingConfig.__post_init__ 2": ("sft", {"model_init_kwargs": {"num_labels": 2}}),
     "methods/config.py PostTrainingConfig._check_numbers 1": ("sft", {"learning_rate": -1.0}),
     "methods/config.py PostTrainingConfig._check_numbers 3": ("sft", {"label_smoothing_factor": 2.0}),
     "methods/config.py PostTrainingConfig._check_numbers 4": ("sft", {"max_steps": 0}),

@@ -184,6 +184,7 @@ def test_a_silenced_finding_stops_nothing_and_is_kept_with_its_reason(tiny_token
             {"silence_findings": ["data-pair-identical"]},
             "silence_findings=\\['data-pair-identical'\\] must be a mapping",
         ),
+        ({"model_init_kwargs": {"num_labels": 2}}, "model_init_kwargs sets num_labels, which the trainer sets itself"),
         ({"model_init_kwargs": 3}, "model_init_kwargs=3 must be a mapping"),
         ({"model_init_kwargs": {"dtype": "float99"}}, "dtype='float99' is not known \\(did you mean 'float32'"),
         ({"accelerator_config": 10}, "accelerator_config=10 must be a mapping.*the path of a JSON file"),

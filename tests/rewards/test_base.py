@@ -121,6 +121,16 @@ def test_the_dry_run_catches_one_number_for_the_whole_batch():
         RewardRunner(lambda **_: [1.0]).dry_run([{"prompt": "q", "answer": 1}], conversational=True)
 
 
+def test_the_dry_run_passes_a_whole_group_of_one_prompt_and_a_number_of_steps():
+    def grouped(prompts, completions, completion_ids, answer, trainer_state, **_):
+        assert len(set(prompts)) == len(set(answer)) == 1 and len(completions) == len(completion_ids)
+        share = trainer_state.global_step / trainer_state.max_steps
+        return (torch.arange(len(completions)).view(-1, 4) * share).flatten().tolist()
+
+    rows = [{"prompt": "q", "answer": 1}, {"prompt": "r", "answer": 2}]
+    RewardRunner(grouped).dry_run(rows, conversational=False, group=4, max_steps=-1)
+
+
 def test_async_functions_are_awaited_and_mixed_with_sync_ones():
     class Judge:
         async def __call__(self, completions, **_):
