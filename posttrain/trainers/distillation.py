@@ -437,7 +437,8 @@ class DistillationTrainer(OnlineTrainer):
         args = self.args
         revisions = {(args.model_init_kwargs or {}).get("revision") or "main", args.teacher_model_revision or "main"}
         trained = adapters_of(self.model) and not self.fresh_adapter
-        same = teacher and teacher == get_config_model_id(config_of(causal_lm(self.model))) and len(revisions) == 1
+        student = get_config_model_id(config_of(causal_lm(self.model))) or ""
+        same = teacher and teacher.rstrip("/") == student.rstrip("/") and len(revisions) == 1
         if not same or trained or self.can_dry_run:
             return
         finding = Finding(
