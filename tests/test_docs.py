@@ -134,6 +134,14 @@ def test_every_field_of_every_config_is_on_its_api_page():
             )
 
 
+def test_doctests_of_the_reference_are_blocks_of_code():
+    pytest.importorskip("griffe")
+    from tools.griffe_options import fenced
+
+    text = "Say it.\n\n>>> a = 1  # doctest: +SKIP\n>>> a\n1\n\nMore."
+    assert fenced(text) == "Say it.\n\n```pycon\n>>> a = 1\n>>> a\n1\n```\n\nMore."
+
+
 def test_the_table_of_losses_is_the_table_of_the_code():
     text = (DOCS / "losses.md").read_text()
     assert all(f"| `{name}`" in text for name in LOSS_TYPES)

@@ -1,16 +1,34 @@
-"""Extension of griffe for mkdocstrings: documents the fields of configs with their help texts and defaults."""
+"""Extension of griffe for mkdocstrings: documents the fields of configs with their help texts and defaults, and writes doctests
+as code.
+"""
 
 import ast
 import dataclasses
 import importlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import griffe
 
 
+# Lines of a doctest with its output, up to the next empty line. Markdown would render `>>>` as three nested quotations.
+DOCTEST = re.compile(r"^>>> .*(?:\n(?!\s*$).*)*", re.M)
+
+
+def fenced(text: str) -> str:
+    """Return a docstring with its doctests in blocks of code, without the directives of doctest."""
+    plain = re.sub(r"[ \t]*# doctest: .*", "", text)
+    return DOCTEST.sub(lambda found: f"```pycon\n{found[0]}\n```", plain)
+
+
 class Options(griffe.Extension):
-    """Reads help texts of config fields."""
+    """Reads help texts of config fields, and writes doctests as code."""
+
+    def on_object(self, *, obj, **kwargs):
+        """Put the doctests of a docstring into blocks of code."""
+        if obj.docstring is not None and ">>> " in obj.docstring.value:
+            obj.docstring.value = fenced(obj.docstring.value)
 
     def on_attribute_instance(self, *, node, attr, **kwargs):
         """Set the docstring of ``option(default, text)`` to its text, and the value to its default."""

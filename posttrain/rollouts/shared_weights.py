@@ -48,20 +48,15 @@ def clean_name(name: str) -> str:
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
     """Yield, for each weight of the base model's checkpoint, its name and a function that computes it.
 
-    <<<<<<< HEAD
-        The function returns the weight itself, or, if active adapters change it, a new tensor with the adapters merged
-        (``W + scale B A`` for LoRA). Tied weights are yielded once, under the name of their source.
-    =======
-        The function returns the weight itself. If active adapters change it, the function returns a new tensor with the
-        adapters merged (``W + scale B A`` for LoRA). Weights that bitsandbytes has quantized are dequantized. Tied weights
-        are yielded once, under the name of their source.
-    >>>>>>> h1
+    The function returns the weight itself. If active adapters change it, the function returns a new tensor with the
+    adapters merged (``W + scale B A`` for LoRA). Weights that bitsandbytes has quantized are dequantized. Tied weights
+    are yielded once, under the name of their source.
 
     Args:
-            model: A transformers or peft model, wrapped or not.
+        model: A transformers or peft model, wrapped or not.
 
     Raises:
-            ModelError: The adapter cannot be expressed as weights of the base model.
+        ModelError: The adapter cannot be expressed as weights of the base model.
     """
     bare = unwrapped(model)
     kinds = set(map(adapter_kind, adapters_of(bare).values()))
