@@ -11,7 +11,6 @@ from typing import Any
 
 import griffe
 
-
 # Lines of a doctest with its output, up to the next empty line. Markdown would render `>>>` as three nested quotations.
 DOCTEST = re.compile(r"^>>> .*(?:\n(?!\s*$).*)*", re.M)
 
