@@ -229,7 +229,10 @@ def _merged_dequantized(layer: Any, base: Any, name: str) -> Tensor:
     twin = copy.deepcopy(layer, {id(base): dense}).float()
     twin.quantization_backend, path = None, type(twin).__module__
     if path.endswith(".bnb"):
-        twin.__class__, twin.fan_in_fan_out = sys.modules[path.removesuffix("bnb") + "layer"].Linear, False
+        # peft's layer for dense weights has the same attributes.
+        kind, attributes = sys.modules[path.removesuffix("bnb") + "layer"].Linear, vars(twin)
+        twin = kind.__new__(kind)
+        vars(twin).update(attributes, fan_in_fan_out=False)
     twin.merge()
     stored = weight if name == "weight" else getattr(base, name)
     return getattr(dense, name).to(stored.dtype)
