@@ -313,7 +313,7 @@ def test_factories_are_checked_at_construction():
     for factory, message in [
         (3, "must be callable without arguments"),
         ({}, "an empty dict"),
-        (NoReset, "returned a NoReset, which has no method reset"),
+        (NoReset, "returned a NoReset, but an environment must have a method reset"),
         (Undescribed, "tool 'go' has no valid schema"),
     ]:
         with pytest.raises(ConfigError, match=message):

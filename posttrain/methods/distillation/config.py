@@ -118,7 +118,7 @@ class Axes:
         """
         if not 0 <= self.beta <= 1:
             raise ConfigError(
-                f"beta (distillation_alpha of SDFT and SDPO) is {self.beta}, but it must be from 0 to 1. 0 is the forward "
+                f"beta={self.beta} (distillation_alpha of SDFT and SDPO) must be from 0 to 1. 0 is the forward "
                 "KL(teacher || student), and 1 is the reverse KL(student || teacher)."
             )
         coldest = min(self.student_temperature, self.teacher_temperature)

@@ -329,7 +329,7 @@ def worker(folder, accumulation):
         ({"missing_eos_penalty": 0.0}, "missing_eos_penalty=0.0 must be above 0"),
         ({"missing_eos_penalty": -1.0}, "missing_eos_penalty=-1.0 must be above 0"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
-        ({"whiten_rewards": True, "num_mini_batches": 2}, "whiten_rewards=True with mini-batches of 4 responses"),
+        ({"whiten_rewards": True, "num_mini_batches": 2}, "whiten_rewards=True: mini-batches of 4 responses"),
         ({"kl_estimator": "k4"}, r"kl_estimator='k4' is not known.*'k1', 'k3'"),
         ({"stop_token": "eos", "stop_token_id": 3}, "stop_token='eos' and stop_token_id=3 are both set"),
         ({"stop_token": "</s>"}, "stop_token='</s>' is unknown. Use 'eos'"),
