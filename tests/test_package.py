@@ -202,3 +202,9 @@ def test_help_documents_every_field_of_a_config():
         kind = getattr(posttrain, name)
         missing = [item.name for item in dataclasses.fields(kind) if f"\n    {item.name}: " not in kind.__doc__]
         assert not missing and kind.__doc__.count("\nArgs:") == 1
+
+
+def test_no_file_has_the_marks_of_a_merge():
+    marks = re.compile(r"^\s*(<<<<<<<|>>>>>>>) \S", re.M)
+    texts = [path for path in tracked() if path.suffix in (".py", ".md", ".yaml", ".yml", ".toml", ".txt")]
+    assert texts and not [path for path in texts if marks.search(path.read_text(encoding="utf-8"))]
