@@ -310,6 +310,7 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-K118", "template-stop", "data", "the answer mask excludes the end of a turn", ""),
     ("PT-K119", "template-tools-lost", "data", "the chat template drops tool calls", ""),
     ("PT-K120", "template-tools-unread", "data", "the chat template drops the tools of a row", ""),
+    ("PT-K121", "template-text-lost", "data", "the chat template drops the text of messages", ""),
     ("PT-G001", "images-do-not-fit", "data", "images and text longer than the context", "g"),
     ("PT-G002", "image-places", "data", "different numbers of images and image placeholders", "g"),
     ("PT-G003", "image-unreadable", "data", "images that cannot be read", "g"),

@@ -310,6 +310,7 @@ class Checkup:
         """
         from huggingface_hub import HfApi
 
+        from posttrain.loop.build import warn_if_replaced
         from posttrain.loop.checkpoint import resolve_resume
         from posttrain.report.lock import check_writable
 
@@ -323,6 +324,7 @@ class Checkup:
                 if place not in before and os.path.isdir(place):
                     with contextlib.suppress(OSError):
                         place.rmdir()
+        warn_if_replaced(self.subject.model_args.model_name_or_path, config.output_dir)
         resolve_resume(train.resume_from(config), config.output_dir)
         if config.push_to_hub:
             try:

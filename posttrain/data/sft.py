@@ -269,7 +269,7 @@ DEFAULTS = SupervisedOptions()
 DIVERGED_MOST = 0.5
 
 
-LOSSES = ("PT-K116", "PT-K119", "PT-K111")
+LOSSES = ("PT-K116", "PT-K119", "PT-K121", "PT-K111")
 PEEKED = 32  # Number of rows on which the template is tested.
 SHOWN = 200  # Maximum number of characters of a row's text in a message.
 HINT = "Check completion_only_loss, assistant_only_loss, max_length and the masks. `posttrain inspect` shows the rows."

@@ -422,6 +422,7 @@ def _listed(findings: list[Finding]) -> str:
 
 
 Severity = Literal["info", "warning", "error"]
+SPOKEN = ("user", "assistant")  # Roles whose text every rendering contains.
 # Each entry maps a code to the severity with assistant-only loss, the severity otherwise, the problem, its effect and the fix.
 PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
     "PT-K111": (
@@ -451,6 +452,13 @@ PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
         "the tools of a row are missing from the rendering",
         "The model is trained without seeing the tools that the row lists.",
         "Use a chat template that renders tools (chat_template_path), or remove the column 'tools'.",
+    ),
+    "PT-K121": (
+        "error",
+        "error",
+        "the text of user or assistant messages is missing from the rendering",
+        "The model would be trained on turns without their text.",
+        "Correct the chat template, usually the name of a role or of a field.",
     ),
     "PT-K114": (
         "error",
@@ -567,6 +575,15 @@ def _row_problems(
     names = [t.__name__ if callable(t) else (t.get("function") or t).get("name", "") for t in kwargs["tools"] or ()]
     if names and not any(name in text for name in names):
         codes.add("PT-K120")
+    # Compare only the last word of each message, because templates may trim or escape a text, or remove its reasoning.
+    said = [
+        m["content"].rpartition("</think>")[2]
+        for m in messages
+        if m["role"] in SPOKEN and isinstance(m.get("content"), str)
+    ]
+    last_words = [re.findall(r"\w+", words)[-1:] for words in said]
+    if any(word not in text for words in last_words for word in words):
+        codes.add("PT-K121")
     if bos is not None and ids[:2] == [bos, bos]:
         codes.add("PT-K111")
     elif bos is not None and ids[:1] != [bos] and tokenizer("a")["input_ids"][:1] == [bos]:

@@ -441,11 +441,14 @@ def refuse_untrainable(
     check_optim_args(args)
     check_offloading(args)
     check_writable(args.output_dir)
-    if isinstance(model, str) and Path(model).absolute() == Path(args.output_dir).absolute():
-        logger.warning(
-            "output_dir=%r is the folder of the model, so the run replaces the model's files.", args.output_dir
-        )
+    warn_if_replaced(model, args.output_dir)
     check_model_source(model, generative=traits.generative)
+
+
+def warn_if_replaced(model: str | nn.Module | None, output_dir: str | None) -> None:
+    """Warn if the run would replace the files of its model."""
+    if isinstance(model, str) and Path(model).absolute() == Path(output_dir or "").absolute():
+        logger.warning("output_dir=%r is the folder of the model, so the run replaces the model's files.", output_dir)
 
 
 def check_optim_args(args: PostTrainingConfig) -> None:

@@ -304,6 +304,13 @@ def test_warnings_of_the_config_are_counted_once(trainable, capsys):
     assert out.count("learning_rate=0") == 1 and "(0 errors, 1 warnings" in out
 
 
+def test_the_folder_of_the_model_as_output_dir_is_a_warning(trainable, capsys):
+    shutil.copytree(yaml.safe_load(Path("sft.yaml").read_text())["model_name_or_path"], "model")
+    argv = ["--config", "sft.yaml", "--model_name_or_path", "model", "--output_dir", "model"]
+    assert main(["check", "sft", *argv, "--no-model", "--json"]) == 0
+    assert "is the folder of the model" in str(json.loads(capsys.readouterr().out)["warnings"])
+
+
 def test_warnings_of_the_first_step_are_shown(trainable, capsys):
     options = ["--use_peft", "true", "--lora_modules_to_save", "nothing"]
     config = Path("model/config.json")

@@ -659,6 +659,13 @@ def test_lost_reasoning_and_tool_calls_are_fatal_in_trained_turns_only(tiny_toke
     assert codes(tiny_tokenizer, {"prompt": [USER, thinking, MORE], "completion": [LAST]}) == {}
 
 
+@pytest.mark.parametrize("lost", ["user", "assistant"])
+def test_a_template_that_loses_the_text_of_a_role_is_fatal(tiny_tokenizer, lost):
+    text = f"{{% if m.role != '{lost}' %}}{{{{ m.content }}}}{{% endif %}}{{{{ '<|im_end|>' }}}}"
+    tiny_tokenizer.chat_template = SIMPLE.replace("BODY", text)
+    assert codes(tiny_tokenizer, ROW).get("PT-K121") == "error"
+
+
 def test_tools_that_the_template_does_not_show_are_reported(tiny_tokenizer):
     tool = {"type": "function", "function": {"name": "zq_find", "parameters": {"type": "object", "properties": {}}}}
     assert codes(tiny_tokenizer, ROW | {"tools": [tool]}) == {"PT-K120": "warning"}

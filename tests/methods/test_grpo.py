@@ -393,9 +393,9 @@ def test_bad_prompts_are_refused_before_the_model_loads(unloadable, tmp_path):
 @pytest.mark.parametrize(
     ("returned", "match"),
     [
-        ([1.0], "returned 1 rewards for 2"),
-        (["good", "bad"], "returned 'good' .str."),
-        ([float("nan")] * 2, "returned nan for row 0"),
+        ([1.0], "returned 1 rewards for 4"),
+        (["good", "bad"] * 2, "returned 'good' .str."),
+        ([float("nan")] * 4, "returned nan for row 0"),
     ],
 )
 def test_a_broken_reward_is_refused_before_the_model_loads(unloadable, tmp_path, returned, match):
