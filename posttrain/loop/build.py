@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import set_seed
 
 from posttrain.data.forest import Layout
-from posttrain.data.formats import is_conversational, plain_rows
+from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
 from posttrain.loop import rollout, step
@@ -26,10 +26,10 @@ from posttrain.loop.checks import Checks, embedding_rows, log_codes
 from posttrain.loop.data_report import warnings_are_errors
 from posttrain.loop.evaluation import predicted_rows
 from posttrain.loop.pictures import Vision
-from posttrain.loop.prompts import PromptSource, named_sets
+from posttrain.loop.prompts import PromptSource
 from posttrain.loop.run import Hooks, Progress, Run, with_attributes
 from posttrain.loop.samplers import SingleTurn
-from posttrain.loop.scoring import reward_options
+from posttrain.loop.scoring import reward_options, try_rewards
 from posttrain.loop.weight_sync import WeightSync, engine_of
 from posttrain.methods.base import Method, Traits
 from posttrain.methods.config import PostTrainingConfig, sequence_parallel
@@ -233,10 +233,7 @@ def prepared(planned: Plan) -> tuple[Any, Any]:
     train, evaluation, head = source.prepared(train, evaluation)
     if planned.spec.args.check_rewards:
         rows = source.trial_rows(head)
-        named = named_sets({"eval_dataset": evaluation})
-        args = planned.spec.args
-        options = {"evaluation": named, "group": args.num_generations, "max_steps": args.max_steps}
-        rewards.dry_run(rows, conversational=is_conversational(rows[0]), **options)
+        try_rewards(rewards, planned.spec.args, rows, evaluation)
     return train, evaluation
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from posttrain.data.chat import is_processor
-from posttrain.data.formats import is_conversational
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutServerError
 from posttrain.loop import rollout, samplers, scoring
@@ -30,7 +29,7 @@ from posttrain.loop.prompts import (
 from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.rollout import Online
 from posttrain.loop.samplers import Sampler, SingleTurn, make_driver
-from posttrain.loop.scoring import reward_options, reward_runner
+from posttrain.loop.scoring import reward_options, reward_runner, try_rewards
 from posttrain.loop.trainer import PostTrainer
 from posttrain.loop.weight_sync import WeightSync, engine_of, training_engine
 from posttrain.methods.online_config import OnlineConfig
@@ -240,9 +239,7 @@ class OnlineTrainer(PostTrainer):
         train, evaluation, head = self.prompt_source.prepared(train, evaluation, images=self.may_read_images)
         if self.args.check_rewards and self.can_dry_run:
             rows = self.vision.opened(self.prompt_source.trial_rows(head))
-            named = named_sets({"eval_dataset": evaluation})
-            options = {"evaluation": named, "group": self.args.num_generations, "max_steps": self.args.max_steps}
-            self.rewards.dry_run(rows, conversational=is_conversational(rows[0]), **options)
+            try_rewards(self.rewards, self.args, rows, evaluation)
         return train, evaluation
 
     @property

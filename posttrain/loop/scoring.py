@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from posttrain import plugins
-from posttrain.data.formats import shown_prompt
+from posttrain.data.formats import is_conversational, shown_prompt
+from posttrain.loop.prompts import named_sets
 from posttrain.losses.advantages import MOST_ADVANTAGE
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
@@ -207,6 +208,24 @@ def reward_options(
         "model_options": reward_model_options(args) | {"policy_tokenizer": tokenizer},
         "score_twice": args.check_reward_determinism,
     }
+
+
+def try_rewards(rewards: RewardRunner, args: Any, rows: list[dict[str, Any]], evaluation: Any) -> None:
+    """Call every reward function once with made-up completions for one of the rows, before the model is loaded.
+
+    Args:
+        rewards: Reward functions.
+        args: Config of the run.
+        rows: First rows of the training set.
+        evaluation: One evaluation set, or several by name. These sets must also have the columns that the functions need.
+    """
+    rewards.dry_run(
+        rows,
+        conversational=is_conversational(rows[0]),
+        evaluation=named_sets({"eval_dataset": evaluation}),
+        group=args.num_generations,
+        max_steps=args.max_steps,
+    )
 
 
 def reward_runner(

@@ -558,7 +558,8 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     import peft
 
     targets: Any = vars(peft_config).get("target_modules")
-    names = [f".{name}" for name, _ in (*model.named_modules(), *model.named_parameters())]
+    names = [f".{name}" for name, _ in model.named_modules()]
+    parameters = [f".{name}" for name, _ in model.named_parameters()]
     try:
         with warnings.catch_warnings():
             # Ignore this warning, because peft uses a deprecated property of transformers.
@@ -599,7 +600,8 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     for name, what in effects.items():
         listed = vars(peft_config).get(name)
         listed = listed if isinstance(listed, list | set | tuple) else ()
-        if unmatched := sorted(target for target in listed if not any(n.endswith(f".{target}") for n in names)):
+        known = parameters if name == "target_parameters" else names
+        if unmatched := sorted(target for target in listed if not any(n.endswith(f".{target}") for n in known)):
             logger.warning("%s: %s match no module of %s and %s.", name, unmatched, type(model).__name__, what)
     text: Any = text_of(config_of(model))
     kinds = layer_kinds(text) if vars(peft_config).get("layer_replication") else ()

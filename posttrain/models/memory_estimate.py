@@ -612,21 +612,21 @@ def trace_pass(
 
 
 def _sum_of_outputs(
-    shadow: Shadow, shape: torch.Size, told: dict[str, Any], counts: tuple[int, int, int], needs: frozenset[str]
+    shadow: Shadow, shape: torch.Size, attention: dict[str, Any], counts: tuple[int, int, int], needs: frozenset[str]
 ) -> Tensor:
     """Run a pass like `posttrain.models.forward.forward`, with zeros as inputs. Return the sum of its outputs.
 
     Args:
         shadow: Model with fake tensors.
         shape: ``(B, T)`` of the batch.
-        told: Attention inputs of the real batch; see `attention_inputs`.
+        attention: Attention inputs of the real batch; see `attention_inputs`.
         counts: Numbers of loss tokens, of sequences, and of completion tokens of the batch.
         needs: Outputs that the head computes in addition to log-probs.
     """
     place = torch.zeros(shape, dtype=torch.long)  # (B, T)
-    mask = told["attention_mask"]
+    mask = attention["attention_mask"]
     fake = {k: _ones_like(v) for k, v in mask.items()} if isinstance(mask, dict) else _ones_like(mask)
-    inputs = told | {"input_ids": place, "attention_mask": fake, "position_ids": place, "use_cache": False}
+    inputs = attention | {"input_ids": place, "attention_mask": fake, "position_ids": place, "use_cache": False}
     tokens, sequences, states = (torch.zeros(count, dtype=torch.long) for count in counts)
     if shadow.part.kind != "causal":
         return shadow.model(**inputs, token_head=ScoreHead(sequences, sequences))["scores"].sum()
