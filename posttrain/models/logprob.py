@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # Number of bytes of float32 logits per chunk. Measured on 2 cores with a vocabulary of 49k: 64 MiB is no faster than 24 MiB,
 # and 16 MiB or less is slower.
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
+# Number of bytes of logits whose softmax a CPU computes at a time, so that they stay in its cache between the passes over them.
+CACHE_BYTES = 3 * 2**20
 # LEAST_POSITIONS: minimum number of positions per chunk. With a vocabulary of 152k, 24 MiB hold 41 positions, which take 1.4
 # times as long per position as a chunk of 128. REPACKED: minimum number of elements of a weight for which oneDNN's products are
 # used. They need 1 to 2 ms of setup for each new number of rows.
@@ -52,12 +54,20 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How logits are computed from ``hidden @ W.T + b``: scale, softcap and division by the temperature, in this order."""
+    """How logits are computed from ``hidden @ W.T + b``: scale, softcap and division by the temperature, in this order.
+
+    ``chunk`` is the number of positions whose logits exist at the same time.
+    """
 
     scale: float
     softcap: float | None
     temperature: float
     chunk: int
+
+    def blocks(self, x: Tensor) -> list[slice]:
+        """Return the slices of ``x (n, V)`` for which the softmax is computed at a time."""
+        rows = max(2, CACHE_BYTES // (4 * x.shape[1])) if x.device.type == "cpu" else len(x)
+        return [slice(i, min(i + rows, len(x))) for i in range(0, len(x), rows)]
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the logits divided by the temperature, in at least float32. Also return the softcap's ``tanh`` for the
@@ -157,20 +167,23 @@ class _Ahead:
         self.expected, self.sums, self.logp = expected, sums, logp
         self.grad = expected.to(logp.dtype) if isinstance(expected, Tensor) else torch.ones_like(logp)
 
-    def add(self, part: slice, e: Tensor, z: Tensor, targets: Tensor, bent: Tensor | None, rule: _Rule) -> None:
-        """Add the gradient of one chunk of n tokens. The softmax of the chunk is ``e / z``, with ``e (n, V)``
-        (overwritten) and ``z (n,)``.
+    def write(self, part: slice, e: Tensor, z: Tensor, targets: Tensor, out: Tensor) -> None:
+        """Write the gradient of n tokens' logits to ``out (n, V)``. Their softmax is ``e / z``, with ``e (n, V)`` and
+        ``z (n,)``. ``out`` may be ``e``.
         """
         if isinstance(self.expected, TokenLoss):
             self.grad[part] = self.expected[part].gradient(self.logp[part])
         g = self.grad[part]
+        torch.mul(e, (-g / z)[:, None], out=out)
+        out.scatter_add_(1, targets[:, None], g[:, None])
+
+    def add(self, part: slice, dz: Tensor) -> None:
+        """Add the gradient ``dz (n, V)`` of one chunk."""
         # All gradients of this chunk are 0, for example because all rewards of a group are equal.
-        if self.expected is not None and not bool(g.any()):
+        if self.expected is not None and not bool(self.grad[part].any()):
             self.sums.skip(part)
-            return
-        dx = e.mul_((-g / z)[:, None])
-        dx.scatter_add_(1, targets[:, None], g[:, None])
-        self.sums.add(part, rule.through(dx, bent))
+        else:
+            self.sums.add(part, dz)
 
     def scaled(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
         """Return the gradients for the actual gradient ``(N,)`` of the log-probs. Return None if it is not a multiple
@@ -225,33 +238,38 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy, mean_logit, collision = (hidden.new_empty(n * (name in wants), dtype=wide) for name in NUMBERS)
         log_mass = hidden.new_empty(n * bool(truncation), dtype=wide)
         correct = torch.empty(n * ("correct" in wants), dtype=torch.bool, device=hidden.device)
+        reads_logits = "entropy" in wants
         for start in range(0, n, rule.chunk):
-            part = slice(start, start + rule.chunk)
-            x, bent = rule.logits(hidden[part], weight, bias)
-            chosen = x.gather(1, targets[part, None]).squeeze(1)
-            if "correct" in wants and weight.element_size() < 4:
-                # In half precision, several logits are often equal. Only the first of them counts as the most likely token.
-                # Finding it takes as long as an exponential.
-                top, first = x.max(1)
-                correct[part] = first == targets[part]
-            else:
-                top = x.amax(1)
-                if "correct" in wants:
-                    correct[part] = chosen >= top
-            if "mean_logit" in wants:
-                mean_logit[part] = x.mean(1) * rule.temperature
-            e = torch.sub(x, top[:, None]).exp_()
-            z = e.sum(1)
-            log_z[part] = top + z.log()
-            logp[part] = chosen - log_z[part]
-            if "entropy" in wants:
-                entropy[part] = log_z[part] - torch.linalg.vecdot(e, x) / z
-            if "collision" in wants:
-                collision[part] = torch.linalg.vecdot(e, e).log() - 2.0 * z.log()
-            if truncation:
-                log_mass[part] = kept_log_mass(x, truncation, targets[part, None])
+            chunk = slice(start, start + rule.chunk)
+            logits, bent = rule.logits(hidden[chunk], weight, bias)
+            for block in rule.blocks(logits):
+                part, x = slice(start + block.start, start + block.stop), logits[block]
+                chosen = x.gather(1, targets[part, None]).squeeze(1)
+                if "correct" in wants and weight.element_size() < 4:
+                    # In half precision, several logits are often equal. Only the first of them counts as the most likely
+                    # token. Finding it takes as long as an exponential.
+                    top, first = x.max(1)
+                    correct[part] = first == targets[part]
+                else:
+                    top = x.amax(1)
+                    if "correct" in wants:
+                        correct[part] = chosen >= top
+                if "mean_logit" in wants:
+                    mean_logit[part] = x.mean(1) * rule.temperature
+                if truncation:
+                    log_mass[part] = kept_log_mass(x, truncation, targets[part, None])
+                e = (x - top[:, None] if reads_logits else x.sub_(top[:, None])).exp_()
+                z = e.sum(1)
+                log_z[part] = top + z.log()
+                logp[part] = chosen - log_z[part]
+                if reads_logits:
+                    entropy[part] = log_z[part] - x.mul_(e).sum(1) / z
+                if "collision" in wants:
+                    collision[part] = torch.linalg.vecdot(e, e).log() - 2.0 * z.log()
+                if ahead is not None:
+                    ahead.write(part, e, z, targets[part], x)
             if ahead is not None:
-                ahead.add(part, e, z, targets[part], bent, rule)
+                ahead.add(chunk, rule.through(logits, bent))
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
         ctx.rule, ctx.wants, ctx.ahead = rule, wants, ahead
         fixed = (correct, mean_logit, collision, log_mass)

@@ -19,6 +19,12 @@ RULES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def small_cache(monkeypatch):
+    """Blocks of two positions, as a large vocabulary has them."""
+    monkeypatch.setattr(logprob, "CACHE_BYTES", 0)
+
+
 def dense(hidden, weight, targets, *, bias=None, logit_scale=1.0, softcap=None, temperature=1.0):
     x = F.linear(hidden, weight, bias) * logit_scale
     x = softcap * torch.tanh(x / softcap) if softcap else x
