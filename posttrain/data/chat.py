@@ -534,19 +534,31 @@ def encode(
     if not texts:
         return []
     try:
-        return tokenizer(
-            texts,
-            add_special_tokens=special,
-            verbose=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-        )["input_ids"]
+        if _only_calls_backend(tokenizer):
+            # This function of the backend computes no offsets, so it takes three quarters of the time.
+            return [
+                found.ids for found in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)
+            ]
+        options = {"return_attention_mask": False, "return_token_type_ids": False}
+        return tokenizer(texts, add_special_tokens=special, verbose=False, **options)["input_ids"]
     except Exception as error:
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise DataError(f"{where(index)}: expected a string, but got {type(text).__name__}.") from error
             check_unicode(text, where(index))
         raise DataError(f"the tokenizer failed on a batch of {len(texts)} texts: {error}") from error
+
+
+def _only_calls_backend(tokenizer: Tokenizer) -> bool:
+    """Return whether a call of the tokenizer does nothing but call its backend, without truncation and padding."""
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    kind = type(tokenizer)
+    if not issubclass(kind, Fast) or (kind.__call__, kind._encode_plus) != (Fast.__call__, Fast._encode_plus):
+        return False
+    backend = tokenizer.backend_tokenizer
+    same = backend.encode_special_tokens == tokenizer.split_special_tokens
+    return same and backend.truncation is None and backend.padding is None
 
 
 def encode_rows(

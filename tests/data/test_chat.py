@@ -1,8 +1,10 @@
 """Chat templates: what is rendered is what the conversation says, and boundaries lie where tokens part."""
 
+import copy
+
 import pytest
 
-from posttrain.data import formats
+from posttrain.data import chat, formats
 from posttrain.data.chat import (
     apply_chat_template,
     assistant_mask,
@@ -105,3 +107,27 @@ def test_a_turn_that_ends_otherwise_than_answers_do_is_the_assistants_too(tiny_t
     ids, mask = assistant_mask(tiny_tokenizer, messages)
     said = tiny_tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag])
     assert said == "add()=>It is 3<|im_end|>"
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_texts_are_encoded_as_a_call_of_the_tokenizer_encodes_them(tiny_tokenizer, special):
+    texts = ["", " a  b\n", "<|im_end|>x<|im_start|>", "äöü 漢字 🙂", "word " * 300]
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+
+    def called():
+        return tokenizer(texts, add_special_tokens=special)["input_ids"]
+
+    assert chat._only_calls_backend(tokenizer)
+    assert chat.encode(tokenizer, texts, special=special) == called()
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    assert chat.encode(tokenizer, texts, special=special) == called()
+    tokenizer.split_special_tokens = True
+    assert chat.encode(tokenizer, texts, special=special) == called()
+
+    class Own(type(tokenizer)):
+        def __call__(self, texts, **kwargs):
+            return {"input_ids": [[7] for _ in texts]}
+
+    tokenizer.__class__ = Own
+    assert chat.encode(tokenizer, texts, special=special) == [[7]] * 5
