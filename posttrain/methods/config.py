@@ -479,12 +479,10 @@ class PostTrainingConfig(transformers.TrainingArguments):
             # With bf16 on a CPU, transformers requires use_cpu=True.
             self.use_cpu = True
         for name in ("bf16_full_eval", "fp16_full_eval"):
-            if getattr(self, name):
+            if vars(self)[name]:
                 setattr(self, name, False)
-                logger.warning(
-                    "%s=True is ignored, because evaluation uses the precision of training. Fix: remove it. To compute in "
-                    "16 bits, set %s=True.", name, name[:4],
-                )  # fmt: skip
+                text = "%s=True is ignored, because evaluation uses the precision of training. Fix: remove it, or set %s=True."
+                logger.warning(text, name, name[:4])
 
     def _resolve_backend(self) -> None:
         """Reject a ``ddp_backend`` that is not available. In a single process, remove it, because accelerate would use a
@@ -492,10 +490,13 @@ class PostTrainingConfig(transformers.TrainingArguments):
         """
         if self.ddp_backend is None or not torch.distributed.is_available():
             return
-        names = [name for name in torch.distributed.Backend.backend_list if name not in ("undefined", "fake")]
-        available = [name for name in names if torch.distributed.is_backend_available(name)]
+        names = [
+            name for name in torch.distributed.Backend.backend_list if torch.distributed.is_backend_available(name)
+        ]
         for part in str(self.ddp_backend).split(","):  # The value may name one backend per device: cpu:gloo,cuda:nccl.
-            check_choice("ddp_backend", part.split(":")[-1], available)
+            check_choice(
+                "ddp_backend", part.split(":")[-1], [name for name in names if name not in ("undefined", "fake")]
+            )
         if not torch.distributed.is_initialized() and not any(name in os.environ for name in SEVERAL):
             self.ddp_backend = None
 

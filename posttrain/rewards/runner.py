@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -494,27 +494,26 @@ class RewardRunner:
         count = max(2, group)
         rows = (rows * 2)[:2] if group == 1 else rows[:1] * count
         texts = (["0", "The answer is 1."] * count)[:count]
-
-        def call(without: Collection[str] = ()) -> None:
-            self(
-                prompts=[copy.deepcopy(row["prompt"]) for row in rows],
-                completions=[[{"role": "assistant", "content": text}] if conversational else text for text in texts],
-                completion_ids=([[0], [0, 1]] * count)[:count],
-                columns={name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", *without)},
-                prompt_suffixes=[""] * count,
-                trainer_state=transformers.TrainerState(max_steps=max(1, max_steps)),
-                strict=True,
-            )
-
-        call()
-        # A function with **kwargs may read a column that only the training set has.
-        for name, columns in sets.items():
-            if missing := sorted({*rows[0]} - {*columns, "prompt"}):
-                try:
-                    call(without=missing)
-                except RewardError as error:
-                    raise RewardError(
-                        f"{name} has the columns {sorted(columns)}. The columns {missing} of the training set are missing, and "
-                        f"without them {str(error).partition(' Fix: ')[0]} Fix: add the columns to {name}, or read them with a "
-                        "default."
-                    ) from error
+        # A function with **kwargs may read a column that only the training set has, so it is also called without the column.
+        missing = {name: sorted({*rows[0]} - {*columns, "prompt"}) for name, columns in sets.items()}
+        for name, absent in {"": [], **{name: absent for name, absent in missing.items() if absent}}.items():
+            columns = {
+                column: [row.get(column) for row in rows] for column in rows[0] if column not in ("prompt", *absent)
+            }
+            try:
+                self(
+                    prompts=[copy.deepcopy(row["prompt"]) for row in rows],
+                    completions=[[{"role": "assistant", "content": x}] if conversational else x for x in texts],
+                    completion_ids=([[0], [0, 1]] * count)[:count],
+                    columns=columns,
+                    prompt_suffixes=[""] * count,
+                    trainer_state=transformers.TrainerState(max_steps=max(1, max_steps)),
+                    strict=True,
+                )
+            except RewardError as error:
+                if not name:
+                    raise
+                raise RewardError(
+                    f"{name} has the columns {sorted(sets[name])}. The columns {absent} of the training set are missing, and "
+                    f"without them {str(error).partition(' Fix: ')[0]} Fix: add the columns to {name}, or use a default."
+                ) from error
