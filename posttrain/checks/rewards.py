@@ -17,6 +17,7 @@ from posttrain.data.formats import known_columns
 from posttrain.errors import RewardError
 from posttrain.losses.advantages import MOST_ADVANTAGE
 from posttrain.rewards.call import ROWS, TRAINERS_ARGUMENTS, RewardTable, head, parameters
+from posttrain.rewards.format import CosineScaledReward, SoftOverlongPunishment
 from posttrain.types import Advantages, Finding
 
 FLAT_GENERATIONS = 20
@@ -99,6 +100,15 @@ def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:
         "truncated completions get almost no penalty.",
         f"use get_soft_overlong_punishment({longest}, {min(ramp, longest // 5)}), or increase max_completion_length.",
     )
+
+
+@probe("config", "PT-R021", part="rewards")
+def unreachable_penalties(context: Context) -> Iterable[Finding | None]:
+    """Find length penalties that no completion can reach."""
+    rewards: Any = context.parts["rewards"]
+    longest = context.args.max_completion_length
+    penalties = [one for one in rewards.functions if isinstance(one, SoftOverlongPunishment)]
+    return [check_overlong(one.limit, one.cache, longest) for one in penalties if longest is not None]
 
 
 def histogram(values: Sequence[float]) -> str:
@@ -450,7 +460,6 @@ def reference_column(function: Callable) -> str | None:
     'solution'
     """
     from posttrain.rewards import accuracy_reward, reasoning_accuracy_reward
-    from posttrain.rewards.format import CosineScaledReward
 
     while isinstance(function, functools.partial):
         function = function.func

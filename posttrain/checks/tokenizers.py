@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.checks.registry import finding
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from posttrain.types import Tokenizer
-
-logger = logging.getLogger(__name__)
-
 
 Verdict = Literal["identical", "identical-padded", "superset", "cross-tokenizer", "incompatible"]
 IDS_SHOWN = 5
@@ -355,8 +351,8 @@ def _id(value: int | None) -> str:
     return "none" if value is None else str(value)
 
 
-def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_policy: bool = True) -> None:
-    """Raise an error if the token ids of two models have different meanings. Log all other findings.
+def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_policy: bool = True) -> list[Finding]:
+    """Raise an error if the token ids of two models have different meanings. Return all other findings.
 
     Args:
         match: Result of `compare_tokenizers`. Padding rows of a model's embedding do not count as a difference.
@@ -371,7 +367,7 @@ def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_pol
     for item in findings:
         if item.severity == "error" and mode == "error":
             raise ConfigError(f"{method}: {item.what} {item.why} Fix: {item.fix}")
-        logger.warning("%s: %s %s", item.code, item.what, item.why)
+    return [replace(item, severity="warning") if item.severity == "error" else item for item in findings]
 
 
 # Special tokens of a saved model --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from posttrain.checks import registry
 from posttrain.cli import train
 from posttrain.cli.commands import TRAINING
 from posttrain.cli.subject import ROWS, Subject, no_progress_bars
@@ -142,8 +143,10 @@ class Checkup:
         """Run all stages. Collect the warnings that they log."""
         with only_warnings() as logged:
             self._make()
-        texts = dict.fromkeys(record.getMessage() for record in logged.buffer)
-        self.warnings += [text for text in texts if not text.startswith("PT-")]
+        # `Preflight` logs the findings, which are reported in another form.
+        texts = [(record.name, record.getMessage()) for record in logged.buffer]
+        findings = [text for name, text in texts if name == registry.__name__ and text.startswith("PT-")]
+        self.warnings += [text for text in dict.fromkeys(text for _, text in texts) if text not in findings]
 
     def _make(self) -> None:
         for name in (
@@ -198,11 +201,9 @@ class Checkup:
         }
 
     def _config(self) -> str:
-        from posttrain.checks.registry import Preflight
-
         self.subject = Subject(self.command, self.tokens)
         config = self.subject.config
-        self.preflight = Preflight("warn" if config.preflight == "warn" else "error", config.silence_findings)
+        self.preflight = registry.Preflight("warn" if config.preflight == "warn" else "error", config.silence_findings)
         device = str(config.device)
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
         return f"{type(config).__name__} on {device}: {batch} rows/step per process, learning rate {config.learning_rate:g}"
@@ -275,11 +276,9 @@ class Checkup:
 
     def _settings(self) -> str:
         """Run all registered checks that need only the config, e.g. of versions, rollout servers and memory."""
-        from posttrain.checks import registry as core
-
         before = len(self.findings)
         self._report(self.preflight.run("config", self._context()))
-        codes = sorted({code for probe in core.PROBES.values() if probe.moment == "config" for code in probe.codes})
+        codes = sorted({code for probe in registry.PROBES.values() if probe.moment == "config" for code in probe.codes})
         new = len(self.findings) - before
         return f"{len(codes)} checks of settings, {new} finding{'s' if new != 1 else ''}"
 
@@ -381,19 +380,19 @@ class Checkup:
             try_step(trainer, resume)
         # Skip findings about the temporary folder, and findings about completions, because the trial step samples only short
         # completions.
-        foreign = ("PT-L", "PT-R") if trainer.method.traits.samples else ("PT-L",)
-        self._report([found for found in trainer.run.checks.preflight.told if not found.code.startswith(foreign)])
+        skipped = registry.codes_of("R", "log_step") if trainer.method.traits.samples else ()
+        told = trainer.run.checks.preflight.told
+        self._report([found for found in told if not found.code.startswith(("PT-L", *skipped))])
         return "one step and one evaluation batch" if trainer.eval_dataset is not None else "one step"
 
     def _context(self, **more: Any) -> Any:
-        from posttrain.checks.registry import Context
         from posttrain.models.load import get_peft_config
 
         subject, model_args = self.subject, self.subject.model_args
-        fields = {name: value for name, value in self.known.items() if name in Context.__dataclass_fields__}
+        fields = {name: value for name, value in self.known.items() if name in registry.Context.__dataclass_fields__}
         parts = {name: value for name, value in self.known.items() if name not in fields}
         parts |= {"script_args": subject.script_args, "model_args": model_args, "method": subject.method}
-        return Context(
+        return registry.Context(
             trainer=subject.kind.__name__.removesuffix("Trainer").lower(),
             args=subject.config,
             peft_config=get_peft_config(model_args) if model_args.use_peft else None,
@@ -476,6 +475,8 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
     # it.
     elif not resume:
         args.gradient_accumulation_steps = 1
+    # A run checks these tokens when it first saves the model.
+    trainer.checks.saved_tokens(trainer.model, trainer.processing_class)
     trainer.train(resume_from_checkpoint=resume)
     if trainer.run.progress.bad_steps:
         weights = weights_not_finite(trainer.model)
@@ -563,8 +564,6 @@ def show(checkup: Checkup) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from posttrain.checks.registry import REGISTRY
-
     console = Console(highlight=False, soft_wrap=False)
     table = Table.grid(padding=(0, 2))
     for stage in checkup.stages:
@@ -572,7 +571,8 @@ def show(checkup: Checkup) -> None:
         table.add_row(mark, stage.name, Text(visible(stage.error or stage.said)))
     console.print(table)
     for finding in sorted(checkup.findings, key=lambda f: ("info", "warning", "error").index(f.severity)):
-        name = f" {REGISTRY[finding.code].name}" if finding.code in REGISTRY else ""
+        known = registry.REGISTRY.get(finding.code)
+        name = f" {known.name}" if known else ""
         console.print(Text.assemble("\n", (f"{finding.severity} {finding.code}{name}", STYLES[finding.severity])))
         words = f"{finding.what} ({finding.where})\n{finding.why}\nFix: {finding.fix}"
         console.print(Text(visible(words)), soft_wrap=False)

@@ -511,8 +511,10 @@ def _sides(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool, list[str]]:
     """Return whether a pair is plain text, and the two texts to tokenize. If there is a prompt, each text is the prompt
     followed by an answer.
     """
-    if is_messages(row.get("prompt")) and all(is_messages(row.get(side)) for side in SIDES):
-        row = dict(maybe_extract_prompt(row))
+    if row.get("prompt") is not None and all(is_messages(row.get(side)) for side in SIDES):
+        # A pair with equal answers has no prompt of its own, and is dropped later.
+        equal = row["chosen"] == row["rejected"]
+        row = {**row, "prompt": []} if equal else dict(maybe_extract_prompt(row))
     prompt = row.get("prompt")
     texts: list[Any] = []
     for side in SIDES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -189,6 +190,9 @@ def plan(spec: Spec) -> Plan:
         PosttrainError: Training is not possible with these arguments, this config or this data.
     """
     args, model = spec.args, spec.model
+    if args.output_dir:
+        # A reward function may change the working directory, so a relative folder is resolved once.
+        args.output_dir = os.path.abspath(args.output_dir)
     if spec.method.traits.samples and not isinstance(spec.rewards, RewardRunner):
         spec = replace(spec, rewards=RewardRunner(**reward_options(spec.rewards, args, None, spec.processing_class)))
     refuse_untrainable(

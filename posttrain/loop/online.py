@@ -265,7 +265,7 @@ class OnlineTrainer(PostTrainer):
 
     def schedule_text(self, prompts: int | None) -> str:
         """Describe generations and updates. ``prompts`` is the number of training rows, or None if it is unknown."""
-        return describe_schedule(self.args, prompts)
+        return describe_schedule(self.args, prompts, has_ratio=self.method.traits.follows_truncation)
 
     def collator(self) -> Any:
         """Return a collator that returns dataset rows unchanged. Rows become batches after their completions have been
@@ -363,7 +363,7 @@ class OnlineTrainer(PostTrainer):
             scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
             stop_after=self.args.stop_without_signal,
         )
-        self.reward_watch.start(self.args.device, self.args.max_completion_length)
+        self.rewards.start(self.args.device)
 
     # The loop, checkpoints ---------------------------------------------------------------------------------------
 

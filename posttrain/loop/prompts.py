@@ -405,12 +405,13 @@ def _only_prompts(dataset: AnyDataset) -> Any:
     return dataset.select_columns([name for name in names if name in PROMPT_COLUMNS]) if names else dataset
 
 
-def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
+def describe_schedule(args: OnlineConfig, prompts: int | None, *, has_ratio: bool = True) -> str:
     """Describe the numbers of generations, updates and epochs of a run.
 
     Args:
         args: Config whose batch sizes have been resolved.
         prompts: Number of rows of the training set. None: unknown.
+        has_ratio: Whether the loss has an importance ratio.
     """
     slices, passes = args.steps_per_generation or 1, args.num_iterations
     updates = slices * passes / args.gradient_accumulation_steps
@@ -419,14 +420,14 @@ def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
         f"each generation is {groups} prompts x {args.num_generations} completions = {args.generation_batch_size}, in "
         f"{slices} slices, each used {passes} time{'s' if passes > 1 else ''}: {_updates(updates)} per generation."
     ]
-    if args.gradient_accumulation_steps % (slices * passes) == 0:
+    if args.gradient_accumulation_steps % (slices * passes):
+        lines.append(
+            f"The last slice is trained on {_updates(max(updates - 1, 0))} after it was sampled (staleness/mean_updates)."
+        )
+    elif has_ratio:
         lines.append(
             "The weights change only after every slice was used, so the importance ratio is 1. A loss near 0 and a "
             "clip ratio of 0 are normal, and grad_norm shows whether the model learns."
-        )
-    else:
-        lines.append(
-            f"The last slice is trained on {_updates(max(updates - 1, 0))} after it was sampled (staleness/mean_updates)."
         )
     if prompts:
         generations = prompts // groups

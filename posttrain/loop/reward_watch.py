@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.checks.rewards import Notice, RewardHistory, check_overlong, extended, findings, unscored_rows
+from posttrain.checks.rewards import Notice, RewardHistory, extended, findings, unscored_rows
 from posttrain.errors import RewardError
 from posttrain.loop.run import Run
 from posttrain.loop.scoring import completion_lengths, reward_metrics
 from posttrain.losses.advantages import MOST_ADVANTAGE
 from posttrain.methods.base import WATCHED_CODES
 from posttrain.models import parallel
-from posttrain.rewards.format import SoftOverlongPunishment
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Advantages, Finding
@@ -44,20 +43,6 @@ class RewardWatch:
         self.rewards, self.run, self.scaled, self.stop_after = rewards, run, scaled, stop_after
         self.history, self.min_group_std = RewardHistory(), None
         self._counts: dict[str, int] = {}
-
-    def start(self, device: torch.device | str, longest: int | None) -> None:
-        """Move the reward models to their device and test them. Check that length penalties are compatible with the
-        maximum completion length.
-
-        Args:
-            device: Device of the reward models.
-            longest: Maximum number of tokens of a completion; None if there is no bound.
-        """
-        self.rewards.start(device)
-        for function in self.rewards.functions if longest is not None else ():
-            if isinstance(function, SoftOverlongPunishment):
-                with self.run.checks.preflight.record_check("config", ("PT-R021",)):
-                    self._log([check_overlong(function.limit, function.cache, longest)])
 
     def log(self, run: Run, batch: RolloutBatch, table: RewardTable, made: Advantages) -> bool:
         """Log the rewards of the completions of all ranks, and the findings about them.

@@ -12,7 +12,7 @@ from torch import nn
 
 from posttrain.data.chat import ids_without_token, terminal_token_ids
 from posttrain.data.forest import collate
-from posttrain.errors import RolloutError, RolloutServerError, check_rules
+from posttrain.errors import ConfigError, RolloutError, RolloutServerError, check_rules
 from posttrain.loop.run import Run
 from posttrain.loop.scoring import all_rewards, completion_lengths, completion_metrics, logged_rewards
 from posttrain.losses.policy import engine_gap
@@ -22,7 +22,7 @@ from posttrain.models.architecture import generation_config_of
 from posttrain.models.forward import batch_logps
 from posttrain.rollouts.batch import RolloutBatch, balance_rows, sampled_logps
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
-from posttrain.types import WHOLE, Advantages, Batch, ModelOutputs, Row, SampleSettings, Truncation
+from posttrain.types import NEVER, WHOLE, Advantages, Batch, ModelOutputs, Row, SampleSettings, Truncation
 
 if TYPE_CHECKING:
     from posttrain.loop.prompts import PromptSource
@@ -113,14 +113,24 @@ def special_ids(run: Run) -> tuple[tuple[int, ...], frozenset[int]]:
 
     With ``mask_ids_without_token``, the ids without a token are added to ``suppress_tokens`` in ``generation_kwargs``
     of the config, so that they are never sampled.
+
+    Raises:
+        ConfigError: ``generation_kwargs`` forbids all tokens.
     """
-    args = run.args
-    without_token = ids_without_token(run.tokenizer, run.model.config.get_text_config().vocab_size)
+    args, vocabulary = run.args, run.model.config.get_text_config().vocab_size
+    without_token = ids_without_token(run.tokenizer, vocabulary)
     options = args.generation_kwargs or {}
+    fields = generation_fields(options)
+    forbidden = {token for token, added in fields.get("logit_bias", ()) if added <= NEVER}
+    if without_token | forbidden >= set(range(vocabulary)):
+        raise ConfigError(
+            f"generation_kwargs forbids all {vocabulary} tokens of the vocabulary (suppress_tokens or logit_bias), so no token "
+            "can be sampled. Fix: remove the tokens that completions need from suppress_tokens and logit_bias."
+        )
     if args.mask_ids_without_token:
         never = sorted(without_token.union(options.get("suppress_tokens") or ()))
         args.generation_kwargs = options | {"suppress_tokens": never}
-    own_stops = generation_fields(options).get("stop_token_ids")
+    own_stops = fields.get("stop_token_ids")
     return tuple(own_stops or terminal_token_ids(run.tokenizer, generation_config_of(run.model))), without_token
 
 

@@ -78,6 +78,8 @@ def check_gathering(config: Any) -> None:
 
 # Environment variable that ``accelerate launch`` sets for a parallelism config.
 ASKED = "ACCELERATE_USE_PARALLELISM_CONFIG"
+# Environment variables with which accelerate detects several processes.
+SEVERAL = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 SIZES = ("sp_size", "cp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
 
 
@@ -319,6 +321,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self._resolve_checkpointing()
         self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)
         self._resolve_bf16()
+        self._resolve_backend()
         self._resolve_batch_size()
         self._check_numbers()
         if isinstance(self.fsdp, str) and self.fsdp.lower() in ("true", "false"):  # From a command line or a YAML file.
@@ -427,12 +430,14 @@ class PostTrainingConfig(transformers.TrainingArguments):
         Without this check, torch would raise an error later, or the run would have an unintended number of steps.
         """
         numbers = ("learning_rate", "weight_decay", "num_train_epochs", "warmup_steps", "neftune_noise_alpha")
-        for name in (*numbers, "label_smoothing_factor"):
+        for name in (*numbers, "label_smoothing_factor", "adam_epsilon", "adam_beta1", "adam_beta2"):
             value: object = vars(self)[name]
             if name == "neftune_noise_alpha" and value is None:
                 continue
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value!r} must be a finite number of at least 0.")
+            limit = 1 if name.startswith("adam_beta") else math.inf
+            if not isinstance(value, int | float) or not 0 <= value < limit:
+                below = " and below 1" if limit == 1 else ""
+                raise ConfigError(f"{name}={value!r} must be a finite number of at least 0{below}.")
         if self.dataloader_prefetch_factor == 0:
             raise ConfigError("dataloader_prefetch_factor=0 must be at least 1. Fix: remove it for the default of 2.")
         if self.learning_rate == 0:
@@ -473,6 +478,27 @@ class PostTrainingConfig(transformers.TrainingArguments):
         if self.bf16 and not torch.cuda.is_available() and not torch.backends.mps.is_available():
             # With bf16 on a CPU, transformers requires use_cpu=True.
             self.use_cpu = True
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if vars(self)[name]:
+                setattr(self, name, False)
+                text = "%s=True is ignored, because evaluation uses the precision of training. Fix: remove it, or set %s=True."
+                logger.warning(text, name, name[:4])
+
+    def _resolve_backend(self) -> None:
+        """Reject a ``ddp_backend`` that is not available. In a single process, remove it, because accelerate would use a
+        process group that does not exist.
+        """
+        if self.ddp_backend is None or not torch.distributed.is_available():
+            return
+        names = [
+            name for name in torch.distributed.Backend.backend_list if torch.distributed.is_backend_available(name)
+        ]
+        for part in str(self.ddp_backend).split(","):  # The value may name one backend per device: cpu:gloo,cuda:nccl.
+            check_choice(
+                "ddp_backend", part.split(":")[-1], [name for name in names if name not in ("undefined", "fake")]
+            )
+        if not torch.distributed.is_initialized() and not any(name in os.environ for name in SEVERAL):
+            self.ddp_backend = None
 
 
 # Learning-rate schedules that need additional arguments, or that reject some learning rates.

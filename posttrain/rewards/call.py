@@ -201,7 +201,8 @@ class RewardFunction:
             if required and name not in {*ROWS, *columns, *others}:
                 raise RewardError(
                     f"reward function {self.name!r} needs the column {name!r}, which {dataset} does not have"
-                    f"{did_you_mean(name, columns)}. The dataset's columns are {sorted(columns)} (and 'prompt')."
+                    f"{did_you_mean(name, columns)}. The columns of {dataset} are {sorted(columns)} (and 'prompt'). Fix: add "
+                    f"the column, rename a column to {name!r}, or give the parameter a default."
                 )
 
 

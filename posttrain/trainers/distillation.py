@@ -473,7 +473,8 @@ class DistillationTrainer(OnlineTrainer):
         widths = (logit_width(self.model), width)
         match = compare_tokenizers(self.processing_class, tokenizer, widths=widths, stops=stops)
         options = {"mode": self.args.tokenizer_check, "method": type(self).__name__}
-        require_same_tokens(match, on_policy=self.args.lmbda > 0, **options)
+        with self.checks.preflight.record_check("config", ("PT-K001", "PT-K002", "PT-K003")):
+            self.checks.report(require_same_tokens(match, on_policy=self.args.lmbda > 0, **options))
         return match
 
     def _choose_layout(self, model: nn.Module) -> Layout:

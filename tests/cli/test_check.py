@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from posttrain.checks import registry
 from posttrain.cli.check import Checkup, Stage, show
 from posttrain.cli.main import main
 from posttrain.types import Finding
@@ -326,6 +328,46 @@ def test_warnings_of_the_first_step_are_shown(trainable, capsys):
     )  # The trial's completions are cut, those of the run are not.
 
 
+@pytest.mark.parametrize("command", ["sft", "grpo"])
+def test_findings_and_warnings_from_before_the_first_step_are_reported(command, trainable, capsys, monkeypatch):
+    early = [code for code, one in registry.load().items() if one.moment != "log_step" and not code.startswith("PT-L")]
+
+    def step(trainer, resume):
+        trainer.preflight.report(registry.finding(code, "warning", "what", "here", "why", "fix") for code in early)
+        logging.getLogger("posttrain.loop.step").warning("PT-K003: a code without a finding")
+
+    monkeypatch.setattr("posttrain.cli.check.try_step", step)
+    assert main(["check", command, "--config", f"{command}.yaml", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["code"] for one in found["findings"]} >= set(early)
+    assert found["warnings"] == ["PT-K003: a code without a finding"]
+
+
+def test_a_penalty_that_no_completion_reaches_is_reported(trainable, capsys):
+    Path("penalty.py").write_text(
+        "from posttrain.rewards import get_soft_overlong_punishment\nlong = get_soft_overlong_punishment(500, 100)\n"
+    )
+    argv = ["--config", "grpo.yaml", "--reward_funcs", "think_format_reward", "penalty.py:long", "--json"]
+    for flags in ([], ["--no-model"]):
+        assert main(["check", "grpo", *argv, *flags]) == 0
+        assert [one["code"] for one in json.loads(capsys.readouterr().out)["findings"]].count("PT-R021") == 1
+
+
+def test_a_teacher_with_another_chat_template_is_reported(trainable, capsys):
+    shutil.copytree(yaml.safe_load(Path("sft.yaml").read_text())["model_name_or_path"], "teacher")
+    template = Path("teacher/chat_template.jinja")
+    template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|>the "))
+    argv = ["--config", "sft.yaml", "--teacher_model_name_or_path", "teacher", "--max_completion_length", "8", "--json"]
+    assert main(["check", "gkd", *argv]) == 0
+    assert "PT-K003" in [one["code"] for one in json.loads(capsys.readouterr().out)["findings"]]
+
+
+def test_tokens_of_the_saved_model_are_checked(trainable, capsys):
+    """The pad token of the tiny tokenizer ends texts."""
+    assert main(["check", "sft", "--json", "--config", "sft.yaml"]) == 0
+    assert "PT-K101" in [one["code"] for one in json.loads(capsys.readouterr().out)["findings"]]
+
+
 EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "2")
 
 
@@ -358,6 +400,7 @@ EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "2")
         ("sft", ("--optim_args", "foo=1"), "optim_args='foo=1' has no effect"),
         ("sft", ("--optim_args", "foo"), "must have the form 'key=value,key=value'"),
         ("sft", ("--use_peft", "true", "--lora_target_modules", "([bad"), "is not a valid regular expression"),
+        ("sft", ("--adam_beta2", "1.5"), "adam_beta2=1.5 must be a finite number of at least 0 and below 1"),
         ("grpo", ("--reward_weights", "0"), "reward_weights=[0.0] must be numbers from"),
         ("grpo", ("--reward_weights", "nan"), "reward_weights=[nan] must be a list of finite values"),
         (
@@ -397,8 +440,6 @@ def test_a_schedule_that_reads_a_missing_metric_ends_the_run_with_one_line(train
 
 
 def test_a_check_that_could_not_run_is_an_error(trainable, capsys, monkeypatch, caplog):
-    from posttrain.checks import registry
-
     def broken(context):
         raise KeyError("column")
 

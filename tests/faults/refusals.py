@@ -68,6 +68,7 @@ REFUSED: dict[str, Refused] = {
     "loop/build.py refuse_untrainable 6": ("dpo", {"label_smoothing_factor": 0.1}),
     "loop/prompts.py PromptSource.check_context 1": ("grpo", {"max_completion_length": 4096}),
     "loop/prompts.py PromptSource.check_size 1": ("grpo", {"rows": "one", "per_device_train_batch_size": 8}),
+    "loop/rollout.py special_ids 1": ("grpo", {"generation_kwargs": {"suppress_tokens": list(range(1000))}}),
     "loop/checkpoint.py resolve_resume 1": ("sft", {"resume_from_checkpoint": "absent/checkpoint-5"}),
     "loop/prompts.py PromptSource.check_rows 1": ("grpo", {"rows": "long", "max_completion_length": 8}),
     "methods/bco.py BCOConfig.__post_init__ 1": ("bco", {"min_density_ratio": 2.0, "max_density_ratio": 1.0}),

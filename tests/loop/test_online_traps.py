@@ -1,6 +1,7 @@
 """Traps of online training that no other file builds, and bad input through the whole trainer, read as a user would."""
 
 import logging
+import os
 import time
 
 import datasets
@@ -27,6 +28,31 @@ def codes(count, **values):
     return [finding.code for finding in check_log(rows)]
 
 
+def test_a_reward_function_that_changes_the_directory_does_not_move_the_run(tiny_tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def moves(completions, **_):
+        os.chdir(tmp_path / "elsewhere")
+        return count_a(completions)
+
+    trainer = grpo("run", tiny_tokenizer, rewards=moves, save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.save_model()
+    assert not any((tmp_path / "elsewhere").iterdir())
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"checkpoint-1", "checkpoint-2", "metrics.jsonl", "config.json"} <= names
+
+
+def test_generation_settings_that_forbid_every_token_are_refused(tiny_tokenizer, tmp_path):
+    size = len(tiny_tokenizer)
+    every = {"suppress_tokens": list(range(size))}, {"logit_bias": dict.fromkeys(range(size), -1e9)}
+    for options in every:
+        with raises(ConfigError, "generation_kwargs", f"all {size} tokens", "suppress_tokens"):
+            grpo(tmp_path, tiny_tokenizer, engine="native", generation_kwargs=options)
+    grpo(tmp_path, tiny_tokenizer, engine="native", generation_kwargs={"suppress_tokens": list(range(1, size))})
+
+
 # The schedule ---------------------------------------------------------------------------------------------------------
 
 
@@ -50,6 +76,7 @@ def test_r3_a_loss_of_zero_is_explained_and_a_gradient_of_zero_is_told(tmp_path)
     text = describe_schedule(grpo_args(tmp_path), 16)
     assert "A loss near 0 and a clip ratio of 0 are normal, and grad_norm shows" in text
     assert "normal" not in describe_schedule(grpo_args(tmp_path, num_iterations=2), 16)
+    assert "importance ratio" not in describe_schedule(grpo_args(tmp_path), 16, has_ratio=False)
     assert "PT-R012" in codes(20, grad_norm=0.0)
     assert codes(20, grad_norm=1e-3) == []
 

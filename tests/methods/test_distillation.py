@@ -1,5 +1,6 @@
 """Distillation trainers: what they compare, on whose tokens, and what they refuse."""
 
+import copy
 import shutil
 
 import datasets
@@ -179,6 +180,22 @@ def test_a_student_that_is_its_own_teacher_is_told_that_there_is_nothing_to_lear
     other = shutil.copytree(tiny_model_dir, tmp_path / "other") if teacher == "copy" else tiny_model_dir
     make(tmp_path / "run", tiny_tokenizer, model=tiny_model_dir, teacher=str(other), **settings)
     assert ("PT-K006" in caplog.text) == told
+
+
+@pytest.mark.parametrize("silenced", [False, True])
+def test_a_teacher_with_another_chat_template_is_a_finding(silenced, tmp_path, tiny_tokenizer, caplog):
+    other = copy.deepcopy(tiny_tokenizer)
+    other.chat_template = other.chat_template.replace("<|im_start|>", "<|im_start|>the ")
+    settings = {"silence_findings": {"tokenizers-template": "a test"}} if silenced else {}
+    trainer = make(tmp_path, tiny_tokenizer, teacher_processing_class=other, **settings)
+    assert trainer.preflight.results["PT-K003"].outcome == "found"
+    assert ("PT-K003" in caplog.text) != silenced
+
+
+def test_the_schedule_names_no_importance_ratio(tmp_path, tiny_tokenizer, caplog):
+    caplog.set_level("INFO", "posttrain.loop.prompts")
+    make(tmp_path, tiny_tokenizer)
+    assert "schedule: each generation is" in caplog.text and "importance ratio" not in caplog.text
 
 
 def test_evaluation_scores_the_answers_or_samples_and_does_not_depend_on_the_batch(tmp_path, tiny_tokenizer):

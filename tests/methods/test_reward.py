@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
-from posttrain import ConfigError, DataError, ModelError, RewardConfig, RewardTrainer
-from posttrain.data.preference import prepare_reward_dataset
+from posttrain import ConfigError, DataError, DPOConfig, DPOTrainer, ModelError, RewardConfig, RewardTrainer
+from posttrain.data.preference import SIDES, prepare_reward_dataset
 from posttrain.models.forward import forward, sequence_scores
 from posttrain.rewards import ModelReward
 from tests.conftest import build_model
@@ -73,6 +73,30 @@ def test_the_loss_is_that_of_scores_read_at_each_true_last_token(tiny_tokenizer,
     assert entry["min_reward"] == pytest.approx(min(chosen + rejected), abs=1e-5)
     assert entry["max_reward"] == pytest.approx(max(chosen + rejected), abs=1e-5)
     assert entry["tie_rate"] == 0
+
+
+def test_a_text_prompt_beside_conversations_that_begin_with_it_is_read_as_by_dpo(tiny_tokenizer, tmp_path):
+    """The layout of UltraFeedback."""
+    rows = []
+    for i in range(8):
+        asked = {"role": "user", "content": f"What is {i}?"}
+        said = {side: [asked, {"role": "assistant", "content": side}] for side in SIDES}
+        rows.append({"prompt": asked["content"], **said, "score_chosen": 8.0, "score_rejected": 3.0})
+    data = datasets.Dataset.from_list(rows)
+    found = reward(tmp_path / "reward", tiny_tokenizer, data=data).train_dataset
+    settings = {"report_to": "none", "bf16": False, "use_cpu": True}
+    compared = DPOTrainer(
+        build_model(len(tiny_tokenizer)), args=DPOConfig(str(tmp_path / "dpo"), **settings), train_dataset=data,
+        processing_class=tiny_tokenizer,
+    ).train_dataset  # fmt: skip
+    for side in SIDES:
+        wholes = [row["prompt_ids"] + row[f"{side}_ids"] for row in compared]
+        assert found[f"{side}_ids"][:] == wholes
+    equal = datasets.Dataset.from_list([*rows, rows[0] | {"rejected": rows[0]["chosen"]}])
+    assert len(reward(tmp_path / "equal", tiny_tokenizer, data=equal).train_dataset) == len(rows)
+    other = [row | {side: row[side][1:] for side in SIDES} for row in rows]
+    with raises(DataError, "row 0", "'prompt' is text", "Fix: convert the prompt to messages"):
+        reward(tmp_path / "other", tiny_tokenizer, data=datasets.Dataset.from_list(other))
 
 
 def test_a_pair_computes_its_prompt_once(tiny_tokenizer, tmp_path):
@@ -218,7 +242,8 @@ def test_equal_and_overlong_pairs_are_dropped_and_counted(tiny_tokenizer, tmp_pa
     [
         ({"chosen": "a", "rejected": ""}, "row 0: column 'rejected' is empty"),
         ({"text": "a"}, "need 'chosen' and 'rejected'"),
-        ({"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]}, "must both be strings"),
+        ({"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]}, "row 0: column 'prompt' is text .'q'."),
+        ({"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}, "must both be strings"),
         ({"chosen": 1, "rejected": 2}, "row 0: column 'chosen' must be a string or a list of messages, not int: '1'"),
         ({"chosen": "a", "rejected": "b", "margin": "c"}, "row 0: column 'margin' must contain a finite number .* it contains 'c'"),
         ({"chosen": "a", "rejected": "b", "margin": float("nan")}, "row 0: column 'margin' must contain a finite .* it contains nan"),

@@ -387,6 +387,11 @@ def test_a_template_file_replaces_the_template_and_a_missing_one_is_told(tiny_to
     [
         ({"packing": True, "max_length": None}, "max_length is None"),
         ({"packing_strategy": "bdf"}, "did you mean 'bfd'"),
+        ({"ddp_backend": "glooo"}, r"ddp_backend='glooo' is not known \(did you mean 'gloo'\?\)"),
+        ({"ddp_backend": "cpu:gloo,cuda:ncc"}, "ddp_backend='ncc' is not known"),
+        ({"adam_beta2": 1.5}, "adam_beta2=1.5 must be a finite number of at least 0 and below 1"),
+        ({"adam_beta1": -0.1}, "adam_beta1=-0.1 must be"),
+        ({"adam_epsilon": -1.0}, "adam_epsilon=-1.0 must be a finite number of at least 0"),
         ({"max_length": 0}, "max_length=0"),
         ({"loss_type": "dft", "label_smoothing_factor": 0.1}, "smoothing is only defined for"),
         ({"dataset_kwargs": {"special": False}}, r"unknown keys \['special'\]"),
@@ -395,6 +400,16 @@ def test_a_template_file_replaces_the_template_and_a_missing_one_is_told(tiny_to
 def test_settings_that_contradict_each_other_are_refused(tmp_path, settings, match):
     with pytest.raises(ConfigError, match=match):
         SFTConfig(str(tmp_path), **settings)
+
+
+def test_a_process_group_needs_several_processes(tmp_path):
+    assert SFTConfig(str(tmp_path), ddp_backend="gloo").ddp_backend is None
+
+
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_another_precision_for_evaluation_is_ignored_with_a_warning(name, tmp_path, caplog):
+    assert getattr(SFTConfig(str(tmp_path), **{name: True}), name) is False
+    assert f"{name}=True is ignored" in caplog.text and f"set {name[:4]}=True" in caplog.text
 
 
 def test_the_old_name_of_a_strategy_is_understood(tmp_path):

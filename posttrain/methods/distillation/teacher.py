@@ -20,6 +20,7 @@ import tqdm
 import transformers
 from torch import Tensor, nn
 
+from posttrain.checks.registry import describe
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.forest import Layout, collate, sequences, share_prompts
 from posttrain.data.formats import first_row, plain_rows
@@ -406,7 +407,8 @@ def _check_scorer(teacher: Any, tokenizer: Tokenizer, mode: str) -> str:
     own = None if mode == "off" else own_tokenizer(name, required=False)
     if own is not None:
         match = compare_tokenizers(tokenizer, own, widths=(None, width))
-        require_same_tokens(match, mode=mode, method="teacher scores", on_policy=False)
+        for found in require_same_tokens(match, mode=mode, method="teacher scores", on_policy=False):
+            logger.warning("%s", describe(found))
     return name
 
 
