@@ -51,7 +51,7 @@ DURATIONS = Path(__file__).with_name("durations.json")  # Seconds of files that 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list) -> None:
-    """Two thirds of each matrix are slow tests; then the longest files begin first, lest others wait for them at the end.
+    """Five sixths of each matrix are slow tests; then the longest files begin first, lest others wait for them at the end.
 
     A matrix is marked as one, or is a test with parameters that takes seconds by `DURATIONS`.
     """
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list) -> None:
         test = item.nodeid.partition("[")[0]
         if item.get_closest_marker("matrix") or test in seconds:
             # Its name decides, so that each test leaves out other families and engines; the first cell is always run.
-            if test in begun and zlib.crc32(item.nodeid.encode()) % 3:
+            if test in begun and zlib.crc32(item.nodeid.encode()) % 6:
                 item.add_marker("slow")
                 item.add_marker("matrix")
             begun.add(test)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write tests/durations.json from the output of ``pytest --durations=0``: files of `AT_LEAST` seconds, and tests of `MATRIX` seconds.
 
-The longest files begin first. `tests.conftest` treats the parameters of such a test as a matrix: the first cell and a third of the others
+The longest files begin first. `tests.conftest` treats the parameters of such a test as a matrix: the first cell and a sixth of the others
 run in ``make test``, all others in ``make test-matrix``.
 
 make test ARGS="--durations=0 --durations-min=0.01 -m 'not gpu and (matrix or not slow)'" | tee log; python tools/durations.py log
@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 AT_LEAST = 3.0  # Seconds: what is shorter ends a run unevenly by no more.
-MATRIX = 2.0  # Seconds of a test with at least `CELLS` cells.
+MATRIX = 1.0  # Seconds of a test with at least `CELLS` cells.
 CELLS = 3
 FILE = Path(__file__).parents[1] / "tests" / "durations.json"
 LINE = re.compile(

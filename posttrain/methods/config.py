@@ -80,6 +80,7 @@ def check_gathering(config: Any) -> None:
 ASKED = "ACCELERATE_USE_PARALLELISM_CONFIG"
 # Environment variables with which accelerate detects several processes.
 SEVERAL = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "hccl", "cncl", "mccl")
 SIZES = ("sp_size", "cp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
 
 
@@ -490,13 +491,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
         """
         if self.ddp_backend is None or not torch.distributed.is_available():
             return
-        names = [
-            name for name in torch.distributed.Backend.backend_list if torch.distributed.is_backend_available(name)
-        ]
+        names = [n for n in BACKENDS if torch.distributed.is_backend_available(n)]
         for part in str(self.ddp_backend).split(","):  # The value may name one backend per device: cpu:gloo,cuda:nccl.
-            check_choice(
-                "ddp_backend", part.split(":")[-1], [name for name in names if name not in ("undefined", "fake")]
-            )
+            check_choice("ddp_backend", part.split(":")[-1], names)
         if not torch.distributed.is_initialized() and not any(name in os.environ for name in SEVERAL):
             self.ddp_backend = None
 

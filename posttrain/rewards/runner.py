@@ -484,9 +484,9 @@ class RewardRunner:
             RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few
                 values. The error is also raised if an evaluation set lacks a column that a function needs.
         """
-        sets = {name: columns for name, dataset in evaluation if (columns := known_columns(dataset))}
-        for name, columns in sets.items():
-            for function in self._calls:
+        for name, dataset in evaluation:
+            columns = known_columns(dataset)
+            for function in self._calls if columns else ():
                 function.check_columns([c for c in columns if c not in RESERVED], dataset=name)
         rows = [row for row in examples if row.get("prompt")] or examples
         # One group is used, because a function may compare the completions of a group. With one completion, a function that
@@ -494,26 +494,12 @@ class RewardRunner:
         count = max(2, group)
         rows = (rows * 2)[:2] if group == 1 else rows[:1] * count
         texts = (["0", "The answer is 1."] * count)[:count]
-        # A function with **kwargs may read a column that only the training set has, so it is also called without the column.
-        missing = {name: sorted({*rows[0]} - {*columns, "prompt"}) for name, columns in sets.items()}
-        for name, absent in {"": [], **{name: absent for name, absent in missing.items() if absent}}.items():
-            columns = {
-                column: [row.get(column) for row in rows] for column in rows[0] if column not in ("prompt", *absent)
-            }
-            try:
-                self(
-                    prompts=[copy.deepcopy(row["prompt"]) for row in rows],
-                    completions=[[{"role": "assistant", "content": x}] if conversational else x for x in texts],
-                    completion_ids=([[0], [0, 1]] * count)[:count],
-                    columns=columns,
-                    prompt_suffixes=[""] * count,
-                    trainer_state=transformers.TrainerState(max_steps=max(1, max_steps)),
-                    strict=True,
-                )
-            except RewardError as error:
-                if not name:
-                    raise
-                raise RewardError(
-                    f"{name} has the columns {sorted(sets[name])}. The columns {absent} of the training set are missing, and "
-                    f"without them {str(error).partition(' Fix: ')[0]} Fix: add the columns to {name}, or use a default."
-                ) from error
+        self(
+            prompts=[copy.deepcopy(row["prompt"]) for row in rows],
+            completions=[[{"role": "assistant", "content": text}] if conversational else text for text in texts],
+            completion_ids=([[0], [0, 1]] * count)[:count],
+            columns={name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"},
+            prompt_suffixes=[""] * count,
+            trainer_state=transformers.TrainerState(max_steps=max(1, max_steps)),
+            strict=True,
+        )
