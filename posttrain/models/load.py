@@ -665,6 +665,8 @@ NEEDS_MORE_WITH = {
     "use_asa": "a mask update after each optimizer step",
     "kasa_config": "two regularization terms in the loss (peft's _get_kasa_loss)",
     "monteclora_config": "a variational term in the loss (peft's _get_monteclora_loss)",
+    "generator_seed": "checkpoints with the random state of each layer",
+    "sample_at_inference": "log-probs that are averaged over random forward passes",
     "save_only_topk_weights": "weights that a checkpoint with save_only_topk_weights=True does not contain",
 }
 # Prefixes of init_lora_weights values whose changes of the base weights peft cannot reproduce when an adapter is loaded. They
@@ -701,6 +703,18 @@ def load_added_adapter(model: nn.Module, folder: str) -> bool:
 
     set_peft_model_state_dict(bare, load_peft_weights(folder, device="cpu"), adapter_name=bare.active_adapters()[0])
     return True
+
+
+def mark_loaded_projections(model: nn.Module) -> None:
+    """Mark the projections of VeLoRA that a checkpoint contains as computed.
+
+    peft saves the projections, but not whether they were computed. With ``init_type="batch_average_once"``, a resumed run
+    would compute them again from its first batch.
+    """
+    for module in model.modules():
+        computed = vars(module).get("lora_velora_initialized", {})
+        for adapter in computed:
+            computed[adapter] = bool(module.lora_velora_embed[adapter].any())
 
 
 def adapter_folder(model: nn.Module, folder: str, accelerator: Accelerator) -> str:
@@ -801,12 +815,17 @@ def _check_recurrent_layers(model: Module, moved: bool) -> None:
 def _check_kind(config: PeftConfig) -> None:
     """Raise an error for a peft method, or one of its options, that this library does not implement."""
     kind = adapter_kind(config)
-    needs = {f"{kind} adapters need": NEEDS_MORE[kind]} if kind in NEEDS_MORE else {}
+    if kind in NEEDS_MORE:
+        raise ConfigError(
+            f"{kind} adapters need {NEEDS_MORE[kind]}, which is not implemented. Fix: use LoRA, or another peft method."
+        )
     for name, need in NEEDS_MORE_WITH.items():
-        if value := getattr(config, name, None):
-            needs[f"{kind} adapters with {name}={value!r} need"] = need
-    for what, need in needs.items():
-        raise ConfigError(f"{what} {need}, which is not implemented. Fix: use LoRA, or another peft method.")
+        value = getattr(config, name, None)
+        if value or (type(value) is int and name == "generator_seed"):
+            raise ConfigError(
+                f"{kind} adapters with {name}={value!r} need {need}, which is not implemented. Fix: remove {name}, or use "
+                "another peft method."
+            )
 
 
 def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
