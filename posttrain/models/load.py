@@ -783,6 +783,29 @@ def _check_scales(model: Module) -> None:
                 )
 
 
+def _check_patterns(model: Any) -> None:
+    """Raise an error if the order of the keys in ``rank_pattern``, ``alpha_pattern`` or a similar option changes a layer.
+
+    peft uses the first matching key, but it sorts the keys when it saves an adapter.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import get_pattern_key
+
+    layers = [(name, layer) for name, layer in causal_lm(model).named_modules() if isinstance(layer, BaseTunerLayer)]
+    names = [n.replace(".base_layer", "") + f".{vars(x).get('parameter_name', '')}".rstrip(".") for n, x in layers]
+    for field, patterns in vars(model.active_peft_config).items():
+        if not field.endswith("_pattern") or not isinstance(patterns, dict):
+            continue
+        for name in names:
+            used, loaded = (get_pattern_key(keys, name) for keys in (list(patterns), sorted(patterns)))
+            if patterns.get(used) != patterns.get(loaded):
+                raise ConfigError(
+                    f"{field} of the adapter has two keys that match {name}: {used!r} with {patterns[used]} and {loaded!r} with "
+                    f"{patterns[loaded]}. peft uses the first key, but it sorts the keys when it saves the adapter, so the "
+                    "loaded adapter would differ. Fix: use keys that match different layers, or write them in sorted order."
+                )
+
+
 def _check_recurrent_layers(model: Module, moved: bool) -> None:
     """Raise an error or warn if an adapter has no effect, because a recurrent layer uses the weights without calling the module.
 
@@ -851,6 +874,7 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             "model.set_adapter(name). To combine several adapters into one, use model.add_weighted_adapter."
         )
     _check_scales(model)
+    _check_patterns(model)
     _check_tied_layers(model)
     _check_recurrent_layers(model, moves_base(config))
     if any(getattr(module, "merged", False) is True for module in model.modules()):

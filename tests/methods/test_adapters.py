@@ -117,6 +117,16 @@ def test_parts_of_an_adapter_that_were_frozen_stay_frozen_when_resumed(tiny_toke
         torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_patterns_that_peft_would_save_in_another_order_are_refused(tiny_tokenizer, tmp_path, field):
+    config = peft.LoraConfig(r=4, **TARGETS, **{field: {"q_proj": 2, "layers.1.*": 6}})
+    with raises(ConfigError, field, "layers.1.self_attn.q_proj: 'q_proj' with 2 and 'layers.1.*' with 6"):
+        sft(tmp_path, tiny_tokenizer, peft_config=config)
+    sft(
+        tmp_path, tiny_tokenizer, peft_config=peft.LoraConfig(r=4, **TARGETS, **{field: {"layers.1.*": 6, "q_proj": 2}})
+    )
+
+
 def test_velora_computes_its_projections_from_the_first_batch_and_keeps_them_when_resumed(tiny_tokenizer, tmp_path):
     """The dry step and a checkpoint's first batch are not the first batch of the run."""
 
