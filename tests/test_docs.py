@@ -211,7 +211,7 @@ def test_python_blocks_parse_and_name_what_exists(page):
                     assert hasattr(module, name.name), name.name
 
 
-ENTRY_POINTS = {"posttrain.commands", "posttrain.engines"}
+ENTRY_POINTS = {"posttrain.commands", "posttrain.engines", "posttrain.GROUP", "posttrain.PATH"}
 
 
 def dotted(text):
@@ -223,8 +223,10 @@ def leads_nowhere(name):
     """Return whether a name is not one of the package, or stands for something only in `MOVED`."""
     from posttrain.compat.paths import MOVED
 
-    if name == "posttrain.extensions.vllm.worker.WorkerExtension":  # Its module can be imported only where vLLM is.
-        return "class WorkerExtension" not in (DOCS.parent / "posttrain/extensions/vllm/worker.py").read_text()
+    worker = "posttrain.extensions.vllm.worker"  # It can be imported only where vLLM is.
+    if name.startswith(worker):
+        written = (DOCS.parent / f"{worker.replace('.', '/')}.py").read_text(encoding="utf-8")
+        return name != worker and f"class {name.removeprefix(f'{worker}.')}:" not in written
     if any(f"{name}.".startswith(f"{old}.") for old in MOVED):
         return True
     try:
