@@ -662,6 +662,7 @@ NEEDS_MORE = ADDS_LAYERS | {
 # Options that supported peft methods must not use here, each with the part that this library does not implement.
 NEEDS_MORE_WITH = {
     "alora_invocation_tokens": "the position of the invocation tokens in each row, but rows here contain several sequences",
+    "arrow_config": "a router that combines other, frozen adapters and has no weights to train",
     "use_asa": "a mask update after each optimizer step",
     "kasa_config": "two regularization terms in the loss (peft's _get_kasa_loss)",
     "monteclora_config": "a variational term in the loss (peft's _get_monteclora_loss)",
@@ -885,6 +886,12 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
         raise ModelError(
             "the model's adapter has no trainable parameter, because it was loaded for inference. Fix: load it with "
             "PeftModel.from_pretrained(model, folder, is_trainable=True)."
+        )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if any(p.is_meta for p in trained) and not any(p.is_meta for p in model.parameters() if not p.requires_grad):
+        raise ModelError(
+            "weights of the adapter have no values, because it was created with low_cpu_mem_usage=True. Fix: call "
+            "get_peft_model without low_cpu_mem_usage."
         )
     if activation_checkpointing and kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise ConfigError(

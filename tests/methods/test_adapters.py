@@ -66,6 +66,7 @@ TARGETS = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
         (peft.LilyConfig(**TARGETS), "LILY"),
         (peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1), "ADAPTION_PROMPT"),
         (peft.LoraConfig(alora_invocation_tokens=[5], **TARGETS), "alora_invocation_tokens"),
+        (peft.LoraConfig(arrow_config=peft.ArrowConfig(), **TARGETS), "a router that combines"),
         (peft.PveraConfig(generator_seed=0, **TARGETS), "Fix: remove generator_seed"),
         (peft.PveraConfig(sample_at_inference=True, **TARGETS), "Fix: remove sample_at_inference"),
         (peft.LoraConfig(kasa_config=peft.KasaConfig(), **TARGETS), "_get_kasa_loss"),
@@ -125,6 +126,13 @@ def test_patterns_that_peft_would_save_in_another_order_are_refused(tiny_tokeniz
     sft(
         tmp_path, tiny_tokenizer, peft_config=peft.LoraConfig(r=4, **TARGETS, **{field: {"layers.1.*": 6, "q_proj": 2}})
     )
+
+
+def test_an_adapter_without_values_is_refused(tiny_tokenizer, tmp_path):
+    config = peft.LoraConfig(r=4, **TARGETS)
+    model = peft.get_peft_model(build_model(len(tiny_tokenizer)), config, low_cpu_mem_usage=True)
+    with raises(ModelError, "no values", "low_cpu_mem_usage"):
+        sft(tmp_path, tiny_tokenizer, model=model)
 
 
 def test_velora_computes_its_projections_from_the_first_batch_and_keeps_them_when_resumed(tiny_tokenizer, tmp_path):
