@@ -784,6 +784,23 @@ def _check_scales(model: Module) -> None:
                 )
 
 
+def _check_earlier_adapter(model: Any) -> None:
+    """Raise an error if the base model contains layers of an adapter that the model's own adapter does not know."""
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+
+    tuner = model.base_model
+    for name, layer in tuner.model.named_modules() if isinstance(tuner, BaseTuner) else ():
+        own = isinstance(layer, ParamWrapper | TrainableTokensLayer) or name in tuner.targeted_module_names
+        if isinstance(layer, BaseTunerLayer) and not own and ".base_layer" not in name:
+            raise ConfigError(
+                f"{name} has an adapter that was added before get_peft_model was called for this adapter. Saved adapters and "
+                "references would not contain the earlier adapter. Fix: call merge_and_unload() or unload() of the earlier "
+                "PeftModel, and call get_peft_model with the result."
+            )
+
+
 def _check_patterns(model: Any) -> None:
     """Raise an error if the order of the keys in ``rank_pattern``, ``alpha_pattern`` or a similar option changes a layer.
 
@@ -875,6 +892,7 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             "model.set_adapter(name). To combine several adapters into one, use model.add_weighted_adapter."
         )
     _check_scales(model)
+    _check_earlier_adapter(model)
     _check_patterns(model)
     _check_tied_layers(model)
     _check_recurrent_layers(model, moves_base(config))

@@ -135,6 +135,14 @@ def test_an_adapter_without_values_is_refused(tiny_tokenizer, tmp_path):
         sft(tmp_path, tiny_tokenizer, model=model)
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_second_adapter_around_the_first_is_refused(tiny_tokenizer, tmp_path, inner):
+    first = peft.get_peft_model(build_model(len(tiny_tokenizer)), peft.LoraConfig(r=4, **TARGETS))
+    config = peft.LoraConfig(r=4, target_modules=["v_proj"], task_type="CAUSAL_LM")
+    with raises(ConfigError, "q_proj has an adapter that was added before"):
+        sft(tmp_path, tiny_tokenizer, model=peft.get_peft_model(first.base_model.model if inner else first, config))
+
+
 def test_velora_computes_its_projections_from_the_first_batch_and_keeps_them_when_resumed(tiny_tokenizer, tmp_path):
     """The dry step and a checkpoint's first batch are not the first batch of the run."""
 
