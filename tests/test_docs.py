@@ -7,6 +7,7 @@ import importlib
 import inspect
 import itertools
 import json
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -208,6 +209,53 @@ def test_python_blocks_parse_and_name_what_exists(page):
                 for name in node.names:
                     assert name.name in posttrain.__all__ or node.module != "posttrain", name.name
                     assert hasattr(module, name.name), name.name
+
+
+ENTRY_POINTS = {"posttrain.commands", "posttrain.engines", "posttrain.GROUP", "posttrain.PATH"}
+
+
+def dotted(text):
+    """Names of the package in a text. ``.posttrain.lock`` is a file."""
+    return set(re.findall(r"(?<![\w./-])posttrain(?:\.[A-Za-z_]\w*)+", text)) - ENTRY_POINTS
+
+
+def leads_nowhere(name):
+    """Return whether a name is not one of the package, or stands for something only in `MOVED`."""
+    from posttrain.compat.paths import MOVED
+
+    worker = "posttrain.extensions.vllm.worker"  # It can be imported only where vLLM is.
+    if name.startswith(worker):
+        written = (DOCS.parent / f"{worker.replace('.', '/')}.py").read_text(encoding="utf-8")
+        return name != worker and f"class {name.removeprefix(f'{worker}.')}:" not in written
+    if any(f"{name}.".startswith(f"{old}.") for old in MOVED):
+        return True
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return True
+    return False
+
+
+def test_every_dotted_name_of_the_package_in_the_documentation_exists():
+    pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]
+    named = {str(path.relative_to(DOCS.parent)): dotted(path.read_text(encoding="utf-8")) for path in pages}
+    assert sum(map(len, named.values())) > 200
+    assert {page: wrong for page, found in named.items() if (wrong := sorted(filter(leads_nowhere, found)))} == {}
+
+
+def test_every_dotted_name_of_the_package_in_a_string_of_the_code_exists():
+    from posttrain.extensions.vllm.engine import OLD_EXTENSION
+
+    wrong, count = {}, 0
+    for path in (DOCS.parent / "posttrain").rglob("*.py"):
+        if path.name == "paths.py" and path.parent.name == "compat":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        found = {name for text in texts for name in dotted(text)} - {OLD_EXTENSION}
+        count += len(found)
+        wrong |= {path.name: names} if (names := sorted(filter(leads_nowhere, found))) else {}
+    assert count > 50 and wrong == {}
 
 
 @pytest.mark.parametrize("page", with_blocks("pycon"))

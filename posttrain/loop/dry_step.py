@@ -168,6 +168,9 @@ def _untouched(run: Run) -> Iterator[None]:
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     states = random.getstate(), numpy.random.get_state()
+    # VeLoRA computes projections from the first batch in training mode.
+    projections = [m for m in model.modules() if hasattr(m, "lora_velora_initialized")]
+    computed = [(dict(m.lora_velora_initialized), dict(m.lora_velora_embed.items())) for m in projections]
     layers = _recompute(run)
     try:
         with torch.random.fork_rng(devices=_devices(run.args.device), device_type=_kind(run.args.device)):
@@ -182,6 +185,9 @@ def _untouched(run: Run) -> Iterator[None]:
             parameter.grad = gradient
         for module, training in modes:
             module.training = training
+        for module, (done, values) in zip(projections, computed, strict=True):
+            module.lora_velora_initialized.update(done)
+            module.lora_velora_embed.update(values)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
 

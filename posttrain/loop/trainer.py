@@ -682,12 +682,19 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.load_saved_state(state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if load.load_added_adapter(model or self.model, resume_from_checkpoint):
-            return
-        with self._reading_fsdp(resume_from_checkpoint), checkpoint.refused_if_shapes_differ(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
-        load.load_default_adapter(model or self.model, resume_from_checkpoint, self.accelerator)
+        learns = {name: parameter.requires_grad for name, parameter in (model or self.model).named_parameters()}
+        if not load.load_added_adapter(model or self.model, resume_from_checkpoint):
+            with (
+                self._reading_fsdp(resume_from_checkpoint),
+                checkpoint.refused_if_shapes_differ(resume_from_checkpoint),
+            ):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
+            load.load_default_adapter(model or self.model, resume_from_checkpoint, self.accelerator)
+        load.mark_loaded_projections(model or self.model)
+        # peft makes all parameters of a loaded adapter trainable, even those that the user froze.
+        for name, parameter in (model or self.model).named_parameters():
+            parameter.requires_grad_(learns.get(name, parameter.requires_grad))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # Tied weights are saved under one name only, so their other names do not count as missing.

@@ -23,6 +23,7 @@ from posttrain.models.architecture import context_length, sliding_window
 from posttrain.models.forward import plain_logps
 from posttrain.models.heads import adapters_of
 from posttrain.models.probe import rounded_otherwise
+from posttrain.models.quantised import unrounded_inputs
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine, require_engine
 from posttrain.rollouts.engines import create_engine
@@ -366,12 +367,16 @@ class WeightSync:
             self.run.checks.report([check_negative_control(self.engine.name, before)])
 
     def probe(self) -> Probe:
-        """Return the sequences for the comparison, with the trainer's log-probs. All ranks must call it."""
+        """Return the sequences for the comparison, with the trainer's log-probs. All ranks must call it.
+
+        bitsandbytes quantizes the inputs of 8-bit layers, but engines get dequantized weights and do not quantize inputs. The
+        trainer's log-probs are therefore computed without this rounding. Otherwise, it would hide weights that are wrong.
+        """
         model = self.run.model
         text = model.config.get_text_config()
         sequences = probe_sequences(text.vocab_size, self.context, sliding_window(text))
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(str(self.accelerator.mixed_precision))
-        with self.run.inference() as policy:
+        with self.run.inference() as policy, unrounded_inputs(policy):
             logps = plain_logps(policy, sequences)
             with rounded_otherwise(policy):
                 noise = mean_gap(logps, plain_logps(policy, sequences))

@@ -391,15 +391,28 @@ def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
     """Return a copy of an adapter config with which the classifier's head is trained and saved too. The head is
     randomly initialized.
 
+    Args:
+        peft_config: Config of a new adapter, or None.
+        model: Classifier, which can already have an adapter if ``peft_config`` is None.
+
     Raises:
         ModelError: The model has no classification head.
         ConfigError: The adapter trains token embeddings only, so that peft neither trains nor saves the head.
     """
-    if getattr(peft_config, "peft_type", None) == "TRAINABLE_TOKENS":
+    used: Any = peft_config or getattr(model, "active_peft_config", None)
+    if getattr(used, "peft_type", None) == "TRAINABLE_TOKENS":
+        without = "" if peft_config is not None else "pass the model without this adapter, and "
         raise ConfigError(
             "with TrainableTokensConfig, the classification head would be neither trained nor saved, because peft supports no "
-            "modules_to_save there. Fix: set peft_config=LoraConfig(target_modules='all-linear', "
-            f"trainable_token_indices={vars(peft_config).get('token_indices')}), with which the head is trained and saved too."
+            f"modules_to_save there. Fix: {without}set peft_config=LoraConfig(target_modules='all-linear', "
+            f"trainable_token_indices={vars(used).get('token_indices')}), with which the head is trained and saved too."
+        )
+    head = score_layer(causal_lm(model)) if peft_config is None and used is not None else None
+    if head is not None and not any(parameter.requires_grad for parameter in head.parameters()):
+        logger.warning(
+            "the classification head of this PeftModel is neither trained nor saved. If the head is new, its values are random, "
+            "and a loaded adapter would have another head. Fix: use task_type='SEQ_CLS' in the adapter's config, or list the "
+            "head in modules_to_save."
         )
     if peft_config is None or not hasattr(peft_config, "modules_to_save"):
         return peft_config

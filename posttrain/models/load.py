@@ -662,9 +662,12 @@ NEEDS_MORE = ADDS_LAYERS | {
 # Options that supported peft methods must not use here, each with the part that this library does not implement.
 NEEDS_MORE_WITH = {
     "alora_invocation_tokens": "the position of the invocation tokens in each row, but rows here contain several sequences",
+    "arrow_config": "a router that combines other, frozen adapters and has no weights to train",
     "use_asa": "a mask update after each optimizer step",
     "kasa_config": "two regularization terms in the loss (peft's _get_kasa_loss)",
     "monteclora_config": "a variational term in the loss (peft's _get_monteclora_loss)",
+    "generator_seed": "checkpoints with the random state of each layer",
+    "sample_at_inference": "log-probs that are averaged over random forward passes",
     "save_only_topk_weights": "weights that a checkpoint with save_only_topk_weights=True does not contain",
 }
 # Prefixes of init_lora_weights values whose changes of the base weights peft cannot reproduce when an adapter is loaded. They
@@ -701,6 +704,18 @@ def load_added_adapter(model: nn.Module, folder: str) -> bool:
 
     set_peft_model_state_dict(bare, load_peft_weights(folder, device="cpu"), adapter_name=bare.active_adapters()[0])
     return True
+
+
+def mark_loaded_projections(model: nn.Module) -> None:
+    """Mark the projections of VeLoRA that a checkpoint contains as computed.
+
+    peft saves the projections, but not whether they were computed. With ``init_type="batch_average_once"``, a resumed run
+    would compute them again from its first batch.
+    """
+    for module in model.modules():
+        computed = vars(module).get("lora_velora_initialized", {})
+        for adapter in computed:
+            computed[adapter] = bool(module.lora_velora_embed[adapter].any())
 
 
 def adapter_folder(model: nn.Module, folder: str, accelerator: Accelerator) -> str:
@@ -769,6 +784,46 @@ def _check_scales(model: Module) -> None:
                 )
 
 
+def _check_earlier_adapter(model: Any) -> None:
+    """Raise an error if the base model contains layers of an adapter that the model's own adapter does not know."""
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+
+    tuner = model.base_model
+    for name, layer in tuner.model.named_modules() if isinstance(tuner, BaseTuner) else ():
+        own = isinstance(layer, ParamWrapper | TrainableTokensLayer) or name in tuner.targeted_module_names
+        if isinstance(layer, BaseTunerLayer) and not own and ".base_layer" not in name:
+            raise ConfigError(
+                f"{name} has an adapter that was added before get_peft_model was called for this adapter. Saved adapters and "
+                "references would not contain the earlier adapter. Fix: call merge_and_unload() or unload() of the earlier "
+                "PeftModel, and call get_peft_model with the result."
+            )
+
+
+def _check_patterns(model: Any) -> None:
+    """Raise an error if the order of the keys in ``rank_pattern``, ``alpha_pattern`` or a similar option changes a layer.
+
+    peft uses the first matching key, but it sorts the keys when it saves an adapter.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import get_pattern_key
+
+    layers = [(name, layer) for name, layer in causal_lm(model).named_modules() if isinstance(layer, BaseTunerLayer)]
+    names = [n.replace(".base_layer", "") + f".{vars(x).get('parameter_name', '')}".rstrip(".") for n, x in layers]
+    for field, patterns in vars(model.active_peft_config).items():
+        if not field.endswith("_pattern") or not isinstance(patterns, dict):
+            continue
+        for name in names:
+            used, loaded = (get_pattern_key(keys, name) for keys in (list(patterns), sorted(patterns)))
+            if patterns.get(used) != patterns.get(loaded):
+                raise ConfigError(
+                    f"{field} of the adapter has two keys that match {name}: {used!r} with {patterns[used]} and {loaded!r} with "
+                    f"{patterns[loaded]}. peft uses the first key, but it sorts the keys when it saves the adapter, so the "
+                    "loaded adapter would differ. Fix: use keys that match different layers, or write them in sorted order."
+                )
+
+
 def _check_recurrent_layers(model: Module, moved: bool) -> None:
     """Raise an error or warn if an adapter has no effect, because a recurrent layer uses the weights without calling the module.
 
@@ -801,12 +856,17 @@ def _check_recurrent_layers(model: Module, moved: bool) -> None:
 def _check_kind(config: PeftConfig) -> None:
     """Raise an error for a peft method, or one of its options, that this library does not implement."""
     kind = adapter_kind(config)
-    needs = {f"{kind} adapters need": NEEDS_MORE[kind]} if kind in NEEDS_MORE else {}
+    if kind in NEEDS_MORE:
+        raise ConfigError(
+            f"{kind} adapters need {NEEDS_MORE[kind]}, which is not implemented. Fix: use LoRA, or another peft method."
+        )
     for name, need in NEEDS_MORE_WITH.items():
-        if value := getattr(config, name, None):
-            needs[f"{kind} adapters with {name}={value!r} need"] = need
-    for what, need in needs.items():
-        raise ConfigError(f"{what} {need}, which is not implemented. Fix: use LoRA, or another peft method.")
+        value = getattr(config, name, None)
+        if value or (type(value) is int and name == "generator_seed"):
+            raise ConfigError(
+                f"{kind} adapters with {name}={value!r} need {need}, which is not implemented. Fix: remove {name}, or use "
+                "another peft method."
+            )
 
 
 def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
@@ -832,6 +892,8 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             "model.set_adapter(name). To combine several adapters into one, use model.add_weighted_adapter."
         )
     _check_scales(model)
+    _check_earlier_adapter(model)
+    _check_patterns(model)
     _check_tied_layers(model)
     _check_recurrent_layers(model, moves_base(config))
     if any(getattr(module, "merged", False) is True for module in model.modules()):
@@ -842,6 +904,12 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
         raise ModelError(
             "the model's adapter has no trainable parameter, because it was loaded for inference. Fix: load it with "
             "PeftModel.from_pretrained(model, folder, is_trainable=True)."
+        )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if any(p.is_meta for p in trained) and not any(p.is_meta for p in model.parameters() if not p.requires_grad):
+        raise ModelError(
+            "weights of the adapter have no values, because it was created with low_cpu_mem_usage=True. Fix: call "
+            "get_peft_model without low_cpu_mem_usage."
         )
     if activation_checkpointing and kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise ConfigError(

@@ -27,6 +27,7 @@ from posttrain.models.architecture import (
     query_heads,
 )
 from posttrain.models.heads import (
+    adapter_kind,
     adapters_of,
     causal_lm,
     evaluating,
@@ -36,6 +37,7 @@ from posttrain.models.heads import (
     unwrapped,
 )
 from posttrain.models.recurrent import table as recurrent
+from posttrain.models.reference import use_adapter
 from posttrain.models.vision import for_tower, probe_pictures, probe_rows
 from posttrain.pictures.picture import Picture, read_picture
 from posttrain.types import Row
@@ -288,6 +290,16 @@ def weights_not_finite(model: Module) -> list[str]:
     return [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
 
 
+def _zero_norms(model: Module) -> dict[str, list[int]]:
+    """Return the layers with DoRA in which rows of the weight have the norm 0, each with the indices of these rows."""
+    norms = [(n, p) for n, p in causal_lm(model).named_parameters() if ".lora_magnitude_vector." in n]
+    zero = {
+        n.partition(".lora_magnitude_vector.")[0]: (p.detach().flatten() == 0).nonzero().flatten().tolist()
+        for n, p in norms
+    }
+    return {name: rows for name, rows in zero.items() if rows}
+
+
 def _refuse_wrong_outputs(model: Module) -> None:
     """Raise an error if outputs are not finite, or if the log-probs of a text depend on its last token."""
     inner: Any = causal_lm(model)
@@ -297,7 +309,22 @@ def _refuse_wrong_outputs(model: Module) -> None:
         one, other = (_truth(model, [Row([], [[*text, *end]], [mask])]) for end in ends)
     if not one.isfinite().all():
         odd = weights_not_finite(model)
+        if not odd and (zero := _zero_norms(model)):
+            layers = sorted({name.rsplit(".", 1)[-1] for name in zero})
+            raise ModelError(
+                f"the outputs of {type(inner).__name__} are NaN. DoRA divides each row of a weight by the row's norm, which is 0 "
+                f"in {'; '.join(f'{name}.weight (rows {rows[:4]})' for name, rows in zero.items())}. Fix: set use_dora=False, or "
+                f"exclude_modules={layers} in peft_config."
+            )
         cause = f"The weights {odd[:4]} contain NaN or infinity" if odd else "All weights are finite"
+        if not odd and (kinds := sorted(map(adapter_kind, adapters_of(model).values()))):
+            with evaluating(model), use_adapter(model, None):
+                finite = bool(_truth(model, [Row([], [[*text, *ends[0]]], [mask])]).isfinite().all())
+            if finite:
+                raise ModelError(
+                    f"the outputs of {type(inner).__name__} are NaN or infinite with the adapter {', '.join(kinds)}, and finite "
+                    "without it. Fix: change the options of the adapter, or use another peft method."
+                )
         raise ModelError(
             f"the outputs of {type(inner).__name__} are NaN or infinite. {cause}. Fix: use an intact checkpoint, or a dtype "
             "with a larger range (bfloat16 or float32)."

@@ -327,6 +327,8 @@ PROCESSES = "needs several processes, which check does not start"
 SERVER = "needs a server, which check does not start"
 NO_CONFIG: dict[str, str] = {
     "models/load.py _check_scales": ADAPTER,
+    "models/load.py _check_earlier_adapter": ADAPTER,
+    "models/load.py _check_patterns": ADAPTER,
     "cli/train.py _launch.terminated": WHILE,
     "cli/train.py train 1": WHILE,
     "fields.py check_fields 2": "a value that is no text, and a command line passes text",

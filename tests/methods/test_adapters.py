@@ -66,6 +66,9 @@ TARGETS = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
         (peft.LilyConfig(**TARGETS), "LILY"),
         (peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1), "ADAPTION_PROMPT"),
         (peft.LoraConfig(alora_invocation_tokens=[5], **TARGETS), "alora_invocation_tokens"),
+        (peft.LoraConfig(arrow_config=peft.ArrowConfig(), **TARGETS), "a router that combines"),
+        (peft.PveraConfig(generator_seed=0, **TARGETS), "Fix: remove generator_seed"),
+        (peft.PveraConfig(sample_at_inference=True, **TARGETS), "Fix: remove sample_at_inference"),
         (peft.LoraConfig(kasa_config=peft.KasaConfig(), **TARGETS), "_get_kasa_loss"),
         (peft.LoraConfig(monteclora_config=peft.MontecloraConfig(), **TARGETS), "_get_monteclora_loss"),
         (peft.VBLoRAConfig(save_only_topk_weights=True, num_vectors=8, vector_length=4, **TARGETS), "save_only_topk"),
@@ -75,6 +78,91 @@ TARGETS = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 def test_peft_methods_that_need_more_than_gradients_are_refused(tiny_tokenizer, tmp_path, config, words):
     with raises(ConfigError, words):
         sft(tmp_path, tiny_tokenizer, peft_config=config)
+
+
+def test_dora_of_a_row_of_zeros_is_named_in_the_error(tiny_tokenizer, tmp_path):
+    model, other = build_model(len(tiny_tokenizer)), build_model(len(tiny_tokenizer))
+    with torch.no_grad():
+        for one in (model, other):
+            one.model.layers[1].self_attn.q_proj.weight[3] = 0
+    config = peft.LoraConfig(use_dora=True, **TARGETS | {"target_modules": ["q_proj", "v_proj"]})
+    with raises(ModelError, "DoRA", "model.layers.1.self_attn.q_proj.weight (rows [3])", "['q_proj']"):
+        sft(tmp_path, tiny_tokenizer, model=model, peft_config=config)
+    sft(tmp_path, tiny_tokenizer, model=other, peft_config=peft.LoraConfig(**TARGETS))
+
+
+def test_an_adapter_whose_outputs_are_nan_is_named_in_the_error(tiny_tokenizer, tmp_path):
+    model = peft.get_peft_model(build_model(len(tiny_tokenizer)), peft.LoraConfig(r=4, **TARGETS))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.fill_(1e30)
+    with raises(ModelError, "with the adapter LORA, and finite without it"):
+        sft(tmp_path, tiny_tokenizer, model=model)
+
+
+def test_parts_of_an_adapter_that_were_frozen_stay_frozen_when_resumed(tiny_tokenizer, tmp_path):
+    def run(folder):
+        torch.manual_seed(3)
+        model = peft.get_peft_model(build_model(len(tiny_tokenizer)), peft.LoraConfig(r=4, **TARGETS))
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.requires_grad_(False)
+        options = {"max_steps": 2, "save_steps": 1, "save_strategy": "steps", "learning_rate": 1e-2}
+        return sft(tmp_path / folder, tiny_tokenizer, model=model, **options)
+
+    whole, resumed = run("whole"), run("resumed")
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    for name, value in whole.model.state_dict().items():
+        torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_patterns_that_peft_would_save_in_another_order_are_refused(tiny_tokenizer, tmp_path, field):
+    config = peft.LoraConfig(r=4, **TARGETS, **{field: {"q_proj": 2, "layers.1.*": 6}})
+    with raises(ConfigError, field, "layers.1.self_attn.q_proj: 'q_proj' with 2 and 'layers.1.*' with 6"):
+        sft(tmp_path, tiny_tokenizer, peft_config=config)
+    sft(
+        tmp_path, tiny_tokenizer, peft_config=peft.LoraConfig(r=4, **TARGETS, **{field: {"layers.1.*": 6, "q_proj": 2}})
+    )
+
+
+def test_an_adapter_without_values_is_refused(tiny_tokenizer, tmp_path):
+    config = peft.LoraConfig(r=4, **TARGETS)
+    model = peft.get_peft_model(build_model(len(tiny_tokenizer)), config, low_cpu_mem_usage=True)
+    with raises(ModelError, "no values", "low_cpu_mem_usage"):
+        sft(tmp_path, tiny_tokenizer, model=model)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_second_adapter_around_the_first_is_refused(tiny_tokenizer, tmp_path, inner):
+    first = peft.get_peft_model(build_model(len(tiny_tokenizer)), peft.LoraConfig(r=4, **TARGETS))
+    config = peft.LoraConfig(r=4, target_modules=["v_proj"], task_type="CAUSAL_LM")
+    with raises(ConfigError, "q_proj has an adapter that was added before"):
+        sft(tmp_path, tiny_tokenizer, model=peft.get_peft_model(first.base_model.model if inner else first, config))
+
+
+def test_velora_computes_its_projections_from_the_first_batch_and_keeps_them_when_resumed(tiny_tokenizer, tmp_path):
+    """The dry step and a checkpoint's first batch are not the first batch of the run."""
+
+    def projections(trainer):
+        return {n: b.clone() for n, b in trainer.model.named_buffers() if "velora_embed" in n}
+
+    def run(folder, **settings):
+        config = peft.LoraConfig(r=2, velora_config=peft.VeloraConfig(num_groups=2), **TARGETS)
+        options = {"max_steps": 2, "save_steps": 1, "save_strategy": "steps", "learning_rate": 1e-2} | settings
+        torch.manual_seed(3)
+        return sft(tmp_path / folder, tiny_tokenizer, peft_config=config, **options)
+
+    whole = run("whole")
+    assert whole.dry_step() and not any(b.any() for b in projections(whole).values())
+    whole.train()
+    resumed = run("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert projections(whole) and all(b.any() for b in projections(whole).values())
+    for name, value in whole.model.state_dict().items():
+        torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=0, atol=0, msg=name)
 
 
 def test_a_start_that_peft_cannot_compute_again_is_refused(tiny_tokenizer, tmp_path):

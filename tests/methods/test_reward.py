@@ -168,6 +168,11 @@ def test_an_adapter_without_modules_to_save_is_refused_with_one_that_trains_the_
             reward(
                 tmp_path, tiny_tokenizer, peft_config=peft.TrainableTokensConfig(token_indices=[5, 9], task_type=task)
             )
+        made = peft.get_peft_model(
+            scorer(tiny_tokenizer), peft.TrainableTokensConfig(token_indices=[5, 9], task_type=task)
+        )
+        with raises(ConfigError, "TrainableTokensConfig", "pass the model without", "trainable_token_indices=[5, 9]"):
+            reward(tmp_path, tiny_tokenizer, model=made)
     base = scorer(tiny_tokenizer)
     start = base.score.weight.clone()
     fix = peft.LoraConfig(r=4, target_modules="all-linear", trainable_token_indices=[5, 9], task_type="SEQ_CLS")
@@ -182,6 +187,16 @@ def test_an_adapter_without_modules_to_save_is_refused_with_one_that_trains_the_
     loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "out").eval()
     head = loaded.base_model.model.score.modules_to_save["default"].weight
     assert loaded(input_ids=ids).logits.item() == pytest.approx(trained, abs=1e-5) and not torch.equal(head, start)
+
+
+def test_a_ready_made_adapter_without_the_head_is_reported(tiny_tokenizer, tmp_path, caplog):
+    import peft
+
+    for task, words in (("SEQ_CLS", False), (None, True)):
+        caplog.clear()
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type=task)
+        reward(tmp_path, tiny_tokenizer, model=peft.get_peft_model(scorer(tiny_tokenizer), config))
+        assert ("neither trained nor saved" in caplog.text) is words
 
 
 def test_a_model_given_as_a_string_gets_a_seeded_head(tiny_tokenizer, tiny_model_dir, tmp_path):

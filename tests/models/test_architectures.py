@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from posttrain.data.forest import Layout, collate, split_by_sequence
@@ -73,6 +74,15 @@ def test_a_stateful_model_with_tiny_logits_gets_neither_forest_nor_engine(name, 
     assert truth.std() < 0.2
     assert probe_layout(model).kind == "padded"
     assert native_is_exact(model) is not None
+
+
+def test_a_model_with_attention_of_its_own_is_refused_with_the_reason():
+    config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    model = transformers.FalconForCausalLM(config)
+    assert native_is_exact(model) == (
+        "FalconForCausalLM computes attention in its own code and does not call the attention functions of transformers, which "
+        "this engine replaces"
+    )
 
 
 def test_two_configs_of_one_class_have_two_verdicts(caplog):

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from posttrain.errors import ModelError
-from posttrain.models.quantised import is_packed
+from posttrain.models.quantised import is_packed, unrounded_inputs
 from posttrain.rollouts.shared_weights import Weights, check_mergeable, copy_into, save_merged
 from tests.conftest import build_model
 from tests.models.architectures import built
@@ -197,3 +197,16 @@ def test_a_checkpoint_that_was_saved_packed_is_dequantized(bits, folder, tmp_pat
     save_merged(model, tmp_path / "merged")
     loaded = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32))
     torch.testing.assert_close(loaded, expected, atol=1e-4 if bits == 4 else 0.5, rtol=0)
+
+
+@real
+def test_log_probs_for_the_comparison_with_an_engine_do_not_round_inputs(folder):
+    """An engine multiplies by dequantized weights, so the limits of the comparison need no room for inputs in 8 bits."""
+    model = adapted(load(folder, 8), ADAPTERS["lora"]())
+    plain = build_model(37, attention_bias=True, mlp_bias=True)
+    copy_into(plain, dict(Weights(model)))
+    before = logits(model)
+    assert (before - logits(plain)).abs().max() > 1e-3
+    with unrounded_inputs(model):
+        torch.testing.assert_close(logits(model), logits(plain), atol=1e-4, rtol=0)
+    assert torch.equal(logits(model), before)

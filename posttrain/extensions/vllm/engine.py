@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Import path of the worker extension that receives weights through shared memory. Servers are started with this path
-# (`posttrain.compat.paths.MOVED`).
-EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
+# Import path of the worker extension that receives weights through shared memory. Commands that were written for earlier
+# versions contain its old path, which can still be imported (`posttrain.compat.paths.MOVED`).
+EXTENSION = "posttrain.extensions.vllm.worker.WorkerExtension"
+OLD_EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
 TRANSFER = '{"backend": "posttrain"}'
 GUARDS = "posttrain.extensions.server.guard"
 TRANSFERS = ("posttrain", "nccl")
@@ -600,7 +601,7 @@ def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
     """
     for option, (value, why) in CHECKED.items():
         chosen = getattr(parsed, option.replace("-", "_"))
-        if chosen not in (None, value):
+        if chosen not in (None, value, *([OLD_EXTENSION] if value == EXTENSION else [])):
             raise ConfigError(f"--{option} {chosen}: {why}. Fix: remove it ({value} is the default).")
     try:
         backend = json.loads(parsed.weight_transfer_config or TRANSFER)["backend"]

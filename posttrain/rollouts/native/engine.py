@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
+from posttrain.errors import ConfigError, PosttrainError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.models.architecture import context_length
 from posttrain.models.attention import coarsest_dtype, rounds_to_tf32
 from posttrain.models.forward import sequence_logps
@@ -289,9 +289,23 @@ def native_is_exact(model: nn.Module) -> str | None:
     if key not in VERDICTS:
         try:
             VERDICTS[key] = _compare(model)
-        except Exception as error:  # If the engine raises an exception, it does not support this model.
+        except PosttrainError as error:
             VERDICTS[key] = f"{type(error).__name__}: {error}"
+        except Exception as error:  # If the engine raises an exception, it does not support this model.
+            VERDICTS[key] = _unsupported(model, error)
     return VERDICTS[key]
+
+
+def _unsupported(model: nn.Module, error: Exception) -> str:
+    """Return the reason why the engine raised an exception on a model."""
+    inner: Any = causal_lm(model)
+    # Falcon, Bloom, MPT and GPT-J, among others, compute attention in their own code.
+    if not getattr(inner, "_supports_attention_backend", True):
+        return (
+            f"{type(inner).__name__} computes attention in its own code and does not call the attention functions of "
+            "transformers, which this engine replaces"
+        )
+    return f"the engine cannot run this model's layers ({type(error).__name__}: {str(error).rstrip('.')})"
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from posttrain.errors import ConfigError, MissingDependencyError
 from posttrain.extensions.server.replies import API_KEY_VARIABLE
 from posttrain.extensions.server.tokens import find_token, write_token
 from posttrain.extensions.vllm import engine as vllm
-from posttrain.extensions.vllm.engine import EXTENSION, vllm_command
+from posttrain.extensions.vllm.engine import EXTENSION, OLD_EXTENSION, vllm_command
 from posttrain.integrations.machine import listen
 from tests.wordings import raises
 
@@ -34,6 +34,11 @@ def test_vllm_s_own_options_are_kept_and_those_of_training_are_added():
         "--generation-config": "vllm", "--worker-extension-cls": EXTENSION, "--host": "127.0.0.1",
         "--weight-transfer-config": '{"backend": "posttrain"}', "--middleware": "posttrain.extensions.server.guard.LoopbackGuard",
     }  # fmt: skip
+
+
+def test_the_worker_extension_s_old_path_is_still_an_option():
+    words = vllm_command([*BASE, "--worker-extension-cls", OLD_EXTENSION], cpu=False)
+    assert words.count("--worker-extension-cls") == 1 and options(words)["--worker-extension-cls"] == OLD_EXTENSION
 
 
 def test_an_option_that_was_given_is_not_given_twice_and_nccl_may_be_chosen():

@@ -14,7 +14,7 @@ import torch
 
 import posttrain.extensions.server as server
 from posttrain.extensions.server.weight_sync import NcclSender
-from posttrain.extensions.vllm.engine import EXTENSION, VLLMEngine, vllm_refusal
+from posttrain.extensions.vllm.engine import EXTENSION, OLD_EXTENSION, VLLMEngine, vllm_refusal
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.extensions.vllm.vllm_signatures import FILE, TRANSFER, checked, module, read, signature
@@ -176,8 +176,9 @@ def test_vllm_in_the_trainers_process_takes_each_call_with_its_arguments(row, tm
 
 
 def test_the_documented_path_of_the_worker_extension_names_its_class(row):
-    module, _, name = EXTENSION.rpartition(".")
-    assert getattr(importlib.import_module(module), name) is importlib.import_module(WORKER).WorkerExtension
+    for path in (EXTENSION, OLD_EXTENSION):
+        module, _, name = path.rpartition(".")
+        assert getattr(importlib.import_module(module), name) is importlib.import_module(WORKER).WorkerExtension
 
 
 def test_a_push_lets_vllm_forget_what_the_old_tower_said_of_a_picture(row, tmp_path):
