@@ -381,7 +381,7 @@ REPEATED = 100  # A repeated finding is logged at its first occurrence, and then
 KEPT = 20  # Maximum number of recorded findings per code. Further findings are only counted.
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.WARNING}
 
-Told = Literal["told", "repeated", "silenced", "off"]
+Outcome = Literal["reported", "repeated", "silenced", "off"]
 
 
 def silenced_codes(silence: Mapping[str, str] | None) -> dict[str, str]:
@@ -454,7 +454,7 @@ class Preflight:
 
     >>> preflight = Preflight()
     >>> preflight.add(Finding("PT-T002", "warning", "w", "here", "y", "f"))
-    'told'
+    'reported'
     >>> preflight.add(Finding("PT-T002", "warning", "w", "here", "y", "f"))
     'repeated'
     """
@@ -466,7 +466,7 @@ class Preflight:
         self.silenced = silenced_codes(silence)
         self.results: dict[str, Result] = {}
         self.seconds: dict[str, float] = {}
-        self.told: list[Finding] = []
+        self.reported: list[Finding] = []
         self.notes: dict[str, Any] = {}  # Additional entries of preflight.json.
         # Whether the report has changed since the file was last written.
         self.changed = True
@@ -517,13 +517,13 @@ class Preflight:
             except (PreflightError, ConfigError):
                 raise
             except Exception as error:  # A bug in a check must not stop a run.
-                said = hide_secrets(f"{type(error).__name__}: {error}")
+                reason = hide_secrets(f"{type(error).__name__}: {error}")
                 for code in probe.codes:
-                    self.results[code].failed = said
-                logger.warning("the checks %s failed with an error: %s", ", ".join(probe.codes), said)
+                    self.results[code].failed = reason
+                logger.warning("the checks %s failed with an error: %s", ", ".join(probe.codes), reason)
         return findings
 
-    def add(self, finding: Finding) -> Told:
+    def add(self, finding: Finding) -> Outcome:
         """Record a finding. Return whether it is new, repeated or silenced. The caller uses the result to decide
         whether to log the finding.
         """
@@ -540,8 +540,8 @@ class Preflight:
         if count % REPEATED:
             return "repeated"
         self.changed = True
-        self.told.append(finding)
-        return "told"
+        self.reported.append(finding)
+        return "reported"
 
     def refuses(self, finding: Finding) -> bool:
         """Return whether a finding stops the run."""
@@ -560,21 +560,21 @@ class Preflight:
         Raises:
             PreflightError: There are findings of severity error, and ``mode`` is ``error``. The message lists all of them.
         """
-        told, refused = [], []
+        reported, refused = [], []
         for finding in findings:
             if finding is None:
                 continue
-            said = self.add(finding)
+            outcome = self.add(finding)
             if self.active and self.refuses(finding):
                 refused.append(finding)
-                told.append(finding)
-            elif said == "told":
-                told.append(finding)
+                reported.append(finding)
+            elif outcome == "reported":
+                reported.append(finding)
                 if log:
                     logger.log(LEVELS[finding.severity], "%s", describe(finding))
         if refused:
             raise refusal(refused)
-        return told
+        return reported
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of ``preflight.json``."""

@@ -90,17 +90,17 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
 def differences(config: Any) -> list[str]:
     """List the fields of a config whose default intentionally differs from TRL's, and the setting that gives TRL's behavior."""
     name = type(config).__name__.removesuffix("Config")
-    told = [
+    listed = [
         f"{field}={ours!r} (TRL: {theirs!r}): {why}; {switch}"
         for (kind, field), (theirs, why, switch) in DIFFERENT.items()
         if kind == name and (ours := getattr(config, field)) != theirs
     ]
     if config.assistant_only_loss:
-        told.append(
+        listed.append(
             "assistant_only_loss trains the answer and its end-of-turn token. TRL's templates also train the line break after "
             "it. To use another template, set chat_template_path=FILE"
         )
-    return told
+    return listed
 
 
 @dataclass
@@ -381,8 +381,8 @@ class Checkup:
         # Skip findings about the temporary folder, and findings about completions, because the trial step samples only short
         # completions.
         skipped = registry.codes_of("R", "log_step") if trainer.method.traits.samples else ()
-        told = trainer.run.checks.preflight.told
-        self._report([found for found in told if not found.code.startswith(("PT-L", *skipped))])
+        reported = trainer.run.checks.preflight.reported
+        self._report([found for found in reported if not found.code.startswith(("PT-L", *skipped))])
         return "one step and one evaluation batch" if trainer.eval_dataset is not None else "one step"
 
     def _context(self, **more: Any) -> Any:
@@ -402,7 +402,7 @@ class Checkup:
         )
 
     def _report(self, findings: Sequence[Finding | None]) -> None:
-        self.findings += [f for f in findings if f is not None and self.preflight.add(f) == "told"]
+        self.findings += [f for f in findings if f is not None and self.preflight.add(f) == "reported"]
 
 
 def _count(data: Any) -> str:

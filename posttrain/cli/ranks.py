@@ -65,10 +65,10 @@ def launch() -> None:
 
     try:
         main()
-    except SignalException as told:
+    except SignalException as received:
         # The processes have already saved a checkpoint and reported the signal, so no traceback is printed after their
         # messages.
-        sys.exit(128 + int(told.sigval))
+        sys.exit(128 + int(received.sigval))
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
             # Ignore SIGTERM. The launcher sends it to the remaining processes after one has failed.

@@ -517,18 +517,18 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
     command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, env=os.environ | again | {ranks.EXIT_CODES: folder})
-        told: list[int] = []
+        received: list[int] = []
 
         # A job scheduler sends the signal only to this process, so it is forwarded to the launched processes.
         def terminated(number: int, _: Any) -> None:
-            told.append(number)
+            received.append(number)
             raise KeyboardInterrupt
 
         before = signal.signal(signal.SIGTERM, terminated)
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            _end(process, tell=bool(told) or not sys.stdin.isatty())
+            _end(process, tell=bool(received) or not sys.stdin.isatty())
             return INTERRUPTED
         finally:
             signal.signal(signal.SIGTERM, before)

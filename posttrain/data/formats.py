@@ -390,8 +390,10 @@ def undecoded(dataset: AnyDataset) -> Any:
     # Change only the features. `cast_column` would rewrite rows with lists, and write a large dataset to a file.
     info = dataset.info.copy()
     info.features = datasets.Features(dataset.features | kinds)
-    told = datasets.fingerprint.Hasher.hash((dataset._fingerprint, "undecoded"))
-    return datasets.Dataset(dataset.data, info, dataset.split, dataset._indices, told).with_format(**dataset.format)
+    fingerprint = datasets.fingerprint.Hasher.hash((dataset._fingerprint, "undecoded"))
+    return datasets.Dataset(dataset.data, info, dataset.split, dataset._indices, fingerprint).with_format(
+        **dataset.format
+    )
 
 
 def united(first: Any, *others: Any) -> Any:
@@ -627,7 +629,7 @@ def tokenized(
     extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
     named = {} if streaming else {"new_fingerprint": _fingerprint(dataset, function.__qualname__, arguments, drop)}
     arguments, function = arguments | {"function": function, "counters": counters, "stream": streaming}, _columns
-    told = ["_reason", *notes, *(["_counts"] if counters else [])]
+    internal = ["_reason", *notes, *(["_counts"] if counters else [])]
     described = {} if streaming else {"desc": f"Tokenizing {name} dataset", "features": features}
     options = {"batched": True, "with_indices": True, "remove_columns": drop, "fn_kwargs": arguments}
     if streaming:
@@ -638,7 +640,7 @@ def tokenized(
     if streaming:
         kept = mapped.filter(_is_kept, batched=True, input_columns=["_reason"])
     else:
-        table = read_columns(mapped, told, kind="arrow")
+        table = read_columns(mapped, internal, kind="arrow")
         is_kept = pc.equal(table["_reason"], "")  # (rows,)
         report.rows_in, report.rows_out = len(mapped), pc.sum(is_kept).as_py()
         if report.rows_out < report.rows_in:
@@ -658,7 +660,7 @@ def tokenized(
             lost, why = report.rows_in - report.rows_out, listed(report.dropped)
             logger.warning("%s dataset: dropped %d of %d rows (%s).", name, lost, report.rows_in, why)
         named["new_fingerprint"] = f"{mapped._fingerprint}-rows"
-    return mapped, counts, kept.remove_columns(told, **named), report
+    return mapped, counts, kept.remove_columns(internal, **named), report
 
 
 def _columns(

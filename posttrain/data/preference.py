@@ -188,11 +188,11 @@ def _answers(
     for branch, whole, answer, inner in zip(options.branches, wholes, answers, others, strict=True):
         columns[f"{branch}_ids"] = answer
         if options.mask_inner_turns:
-            told = [1] * len(whole)
+            trained = [1] * len(whole)
             if inner:
-                _, told = assistant_mask(tokenizer, row["prompt"] + row[branch], **template_arguments(row))
+                _, trained = assistant_mask(tokenizer, row["prompt"] + row[branch], **template_arguments(row))
             first = boundary if start else len(whole) - len(answer)
-            columns[f"{branch}_mask"] = told[first : first + len(answer)]
+            columns[f"{branch}_mask"] = trained[first : first + len(answer)]
     return columns
 
 

@@ -847,12 +847,12 @@ def without_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    told: list[int] = []
+    caught: list[int] = []
 
     def remember(number: int, _: object) -> None:
-        if told:
+        if caught:
             raise KeyboardInterrupt
-        told.append(number)
+        caught.append(number)
         logger.warning(
             "%s: the model is being written. The process ends after that. Send the signal again to stop at once.",
             signal.Signals(number).name,
@@ -863,10 +863,10 @@ def without_signals() -> Iterator[None]:
         yield
     finally:
         _give_back(before)
-    if told:
-        handler = before[told[0]]
+    if caught:
+        handler = before[caught[0]]
         # Call a Python handler directly, because raising the signal again would count it twice.
-        handler(told[0], None) if callable(handler) else signal.raise_signal(told[0])
+        handler(caught[0], None) if callable(handler) else signal.raise_signal(caught[0])
 
 
 def _leave_terminal(shown: list[int]) -> None:
@@ -954,16 +954,16 @@ class GracefulInterrupt(transformers.TrainerCallback):
 
     def _end_on_second(self, receiver: socket.socket) -> None:
         """End the process some seconds after the second signal, unless training ends first."""
-        told: list[int] = []
+        caught: list[int] = []
         with receiver:
-            while len(told) < 2:
+            while len(caught) < 2:
                 numbers = receiver.recv(64)
                 if not numbers:
                     return
-                told += [number for number in numbers if number in SIGNALS]
+                caught += [number for number in numbers if number in SIGNALS]
         if not self._over.wait(SECONDS_TO_END):
             faulthandler.dump_traceback(sys.__stderr__ or 2)
-            os._exit(128 + told[-1])
+            os._exit(128 + caught[-1])
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""
@@ -1020,7 +1020,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
         """
         if self._accelerator is None or not self._evaluates:
             return
-        (told,) = parallel.all_reduce_sum([float(self.requested)], self._accelerator)
-        if told:
+        (ranks,) = parallel.all_reduce_sum([float(self.requested)], self._accelerator)
+        if ranks:
             self.requested = True
             raise EvaluationStopped

@@ -152,16 +152,16 @@ def warnings_are_errors(strict: bool) -> Iterator[None]:
     Raises:
         DataError: ``strict`` is set and there were warnings. The message lists all of them.
     """
-    told = BufferingHandler(sys.maxsize)
-    told.setLevel(logging.WARNING)
+    handler = BufferingHandler(sys.maxsize)
+    handler.setLevel(logging.WARNING)
     package = logging.getLogger("posttrain")
-    package.addHandler(told)
+    package.addHandler(handler)
     try:
         yield
     finally:
-        package.removeHandler(told)
-    if strict and told.buffer:
-        refuse_data([record.getMessage() for record in told.buffer])
+        package.removeHandler(handler)
+    if strict and handler.buffer:
+        refuse_data([record.getMessage() for record in handler.buffer])
 
 
 class DatasetHead:
@@ -455,9 +455,9 @@ def usable_rows(
         write_lines(args.output_dir, "bad_rows.jsonl", _lines(dataset, bad, columns))
     _write_suspects(dataset, scan, args.output_dir, main)
     many = too_many(len(bad), len(dataset), most=args.bad_rows_max)
-    told = [*([many] if many else bad_rows(bad, len(dataset), dropped=True)), *pairs]
+    findings = [*([many] if many else bad_rows(bad, len(dataset), dropped=True)), *pairs]
     kept = dataset.select([index for index in range(len(dataset)) if index not in bad]) if bad else dataset
-    return kept, told
+    return kept, findings
 
 
 def _is_good(row: Mapping[str, Any], columns: Sequence[str], filled: bool = False) -> bool:

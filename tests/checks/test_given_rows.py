@@ -94,7 +94,7 @@ def test_a_column_that_the_method_does_not_read_is_not_looked_at(tiny_tokenizer,
     kind = datasets.List(datasets.Value("string")) if value is not None else datasets.Value("string")
     data = datasets.Dataset.from_list(rows, features=datasets.Features(chats().features | {column: kind}))
     trainer = sft(tmp_path, tiny_tokenizer, data=data)
-    assert "PT-D03" not in "".join(finding.code for finding in trainer.preflight.told)
+    assert "PT-D03" not in "".join(finding.code for finding in trainer.preflight.reported)
 
 
 def test_of_a_short_stream_the_rows_that_were_read_are_counted(tiny_tokenizer, tmp_path, caplog):

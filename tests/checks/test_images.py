@@ -139,7 +139,7 @@ def test_a_set_whose_images_are_small_is_told_by_a_trainer(tmp_path):
     dataset = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
     args = SFTConfig(str(tmp_path), gradient_checkpointing=False, **QUICK)
     trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
-    assert "PT-G006" in {found.code for found in trainer.preflight.told}
+    assert "PT-G006" in {found.code for found in trainer.preflight.reported}
 
 
 @pytest.fixture(scope="module")

@@ -381,7 +381,7 @@ def test_a_second_call_of_train_does_not_ask_for_the_memory_that_its_states_fill
     for _ in range(2):
         trainer.checkpoints.take_folder(trainer.model, trainer.checks, resumed=False)
     trainer.checkpoints.lock.release()
-    assert trainer.preflight.results["PT-L003"].runs == 1 and trainer.preflight.told[-1].code == "PT-L003"
+    assert trainer.preflight.results["PT-L003"].runs == 1 and trainer.preflight.reported[-1].code == "PT-L003"
 
 
 # Profiles -------------------------------------------------------------------------------------------------------------

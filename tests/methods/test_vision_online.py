@@ -338,7 +338,7 @@ def test_evaluation_under_exchanged_pictures_tells_a_reward_that_needs_none(tmp_
     )
     metrics = trainer.evaluate(prompts([(84, 56, i) for i in range(4)]))
     assert metrics["eval_images/exchanged_reward"] == 1
-    assert "PT-G017" in {found.code for found in trainer.preflight.told}
+    assert "PT-G017" in {found.code for found in trainer.preflight.reported}
 
 
 def test_a_file_that_was_cut_is_named_by_its_row_before_the_model_is_loaded(tmp_path):

@@ -683,7 +683,7 @@ def test_a_remote_picture_that_was_dropped_stops_nothing(tmp_path):
     trainer = sft(tmp_path, dataset, image_fit="drop")
     trainer.train()
     assert trainer.reports["train"].dropped == {"with an unreadable image": 1}
-    assert ("PT-G010", "warning") in {(one.code, one.severity) for one in trainer.preflight.told}
+    assert ("PT-G010", "warning") in {(one.code, one.severity) for one in trainer.preflight.reported}
 
 
 @pytest.mark.parametrize("inside", [True, False])

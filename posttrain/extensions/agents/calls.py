@@ -564,8 +564,12 @@ class Answer:
         return ((i, rollout, answer) for i, (rollout, answer) in enumerate(pairs))
 
     def _choice(self, index: int, rollout: Rollout, answer: dict[str, Any]) -> dict[str, Any]:
-        told = {"token_ids": rollout.token_ids} if self.body.return_token_ids else {}
-        finish = {"index": index, "finish_reason": _finish(rollout, answer), "logprobs": self._logprobs(rollout)} | told
+        shown_ids = {"token_ids": rollout.token_ids} if self.body.return_token_ids else {}
+        finish = {
+            "index": index,
+            "finish_reason": _finish(rollout, answer),
+            "logprobs": self._logprobs(rollout),
+        } | shown_ids
         if not self.is_chat:
             text = self._text(rollout)
             return finish | {"text": text, "finish_reason": "length" if rollout.finish_reason == "length" else "stop"}

@@ -106,8 +106,8 @@ class _Player:
         episode = await self.environment.run_slot(slot, context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            told = "; ".join(f"{error.type}: {error.message}" for error in errors[-3:])
-            raise RolloutError(f"the environment's episode failed: {told or 'no reason was reported'}")
+            reasons = "; ".join(f"{error.type}: {error.message}" for error in errors[-3:])
+            raise RolloutError(f"the environment's episode failed: {reasons or 'no reason was reported'}")
         traces = episode.traces
         rewards = {name: float(r.value) for t in traces for name, r in t.rewards.items() if r is not None}
         return {"reward": sum(trace.reward for trace in traces) / len(traces), "rewards": rewards}

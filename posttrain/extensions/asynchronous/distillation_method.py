@@ -29,7 +29,7 @@ OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
 
 @config
 @preset(
-    unread={name: told for name, told in OF_REWARDS.items() if name != "reward_timeout"} | OF_ASYNC_GRPO | {
+    unread={name: reason for name, reason in OF_REWARDS.items() if name != "reward_timeout"} | OF_ASYNC_GRPO | {
         "loss_top_k": (0, "Use teacher_top_k."), "loss_add_tail": (True, "Use add_tail_bucket."),
         "log_completions_steps": (100, "Use logging_steps."),
     },

@@ -548,10 +548,10 @@ class SDPOTrainer(DistillationTrainer):
             chosen = successes[int(torch.randint(len(successes), (), generator=draw))]
             chosen = THINKING.sub(r"\1", chosen) if args.remove_thinking_from_demonstration else chosen
             hint["solution"] = args.solution_template.format(successful_previous_attempt=chosen)
-        told = text_of(example.get("privileged_context"))
+        context = text_of(example.get("privileged_context"))
         only = hint["solution"] and args.environment_feedback_only_without_solution
-        if args.include_environment_feedback and told.strip() and not only:
-            hint["feedback"] = args.feedback_template.format(feedback_raw=told)
+        if args.include_environment_feedback and context.strip() and not only:
+            hint["feedback"] = args.feedback_template.format(feedback_raw=context)
         return hint
 
     def _shown(self, example: dict[str, Any], hint: dict[str, str]) -> list[int]:

@@ -307,9 +307,9 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
             parts = (rule.logits(inner.get_output_embeddings()(part)) for part in hidden.split(CHUNK))
         for logits, own in zip(parts, tokens[1:].split(CHUNK), strict=True):
             logps = logits.log_softmax(-1)  # (c, V)
-            told = torch.cat([logps.topk(min(top, logps.shape[1])).indices, own[:, None]], 1)  # (c, k + 1)
+            shown = torch.cat([logps.topk(min(top, logps.shape[1])).indices, own[:, None]], 1)  # (c, k + 1)
             # JSON cannot represent minus infinity, so replace it with -9999, as vLLM does.
-            found = logps.gather(1, told).clamp(min=-9999.0)
-            lines = zip(told.tolist(), found.tolist(), strict=True)
+            found = logps.gather(1, shown).clamp(min=-9999.0)
+            lines = zip(shown.tolist(), found.tolist(), strict=True)
             entries += [{str(i): {"logprob": logp} for i, logp in zip(*line, strict=True)} for line in lines]
     return {"token_ids": [], "prompt_token_ids": ids, "prompt_logprobs": entries[: len(ids)]}

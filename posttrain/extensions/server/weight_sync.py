@@ -189,9 +189,9 @@ class NcclSender:
             "world_size": workers + 1,
         }
         # vLLM 0.27 expects this option with each bucket. Later versions expect it when the transfer is initialized.
-        self.told = {"packed": True}
+        self.extra = {"packed": True}
         if "packed" in inspect.signature(common.NCCLWeightTransferInitInfo).parameters:
-            info, self.told = info | self.told, {}
+            info, self.extra = info | self.extra, {}
         self.client, self.device = client, device
         with ThreadPoolExecutor(max_workers=1) as pool:
             body, limit = {"init_info": info}, client.sync_timeout
@@ -205,7 +205,7 @@ class NcclSender:
         packed = require("vllm.distributed.weight_transfer.packed_tensor", "a broadcast of weights to vLLM")
         part: dict[str, Any] = {"names": [n for n, _ in bucket], "shapes": [list(t.shape) for _, t in bucket]}
         part["dtype_names"] = [str(t.dtype).removeprefix("torch.") for _, t in bucket]
-        part |= self.told
+        part |= self.extra
         pairs = ((name, tensor.cuda()) for name, tensor in bucket)
         # Synchronize first, because vLLM packs tensors on its own CUDA streams, which do not wait for this process's streams.
         torch.cuda.synchronize(self.device)

@@ -181,13 +181,13 @@ class DataCollatorForLanguageModeling(Collator):
             lengths = [[int(n) for n in example["seq_lengths"]] for example in examples]
         self.get_position_ids_from_packed_seq_lengths(lengths)
         documents: list[dict[str, Any]] = []
-        for row, (spans, tokens, told) in enumerate(zip(lengths, ids, labels, strict=True)):
+        for row, (spans, tokens, row_labels) in enumerate(zip(lengths, ids, labels, strict=True)):
             if sum(spans) != len(tokens):
                 raise DataError(
                     f"row {row} of the batch: seq_lengths {spans} have the sum {sum(spans)}, but the row has "
                     f"{len(tokens)} tokens. The row was truncated or packed again after packing."
                 )
-            parts = zip(tokens.split(spans), told.split(spans), strict=True)
+            parts = zip(tokens.split(spans), row_labels.split(spans), strict=True)
             documents += [{"input_ids": part, "labels": label} for part, label in parts]
         tail = -sum(map(len, ids)) % (self.pad_to_multiple_of or 1)
         documents += [{"input_ids": [self.pad_token_id], "labels": [IGNORED]}] * tail

@@ -84,9 +84,9 @@ def compiled(size: int) -> ctypes.CDLL | None:
             build(command, path)
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or error
+        detail = getattr(error, "stderr", None) or error
         logger.info(
-            "Decoding uses torch's operations, because %s could not compile %s (%s).", compiler, SOURCE.name, told
+            "Decoding uses torch's operations, because %s could not compile %s (%s).", compiler, SOURCE.name, detail
         )
         return None
     for name, arguments in SIGNATURES.items():
