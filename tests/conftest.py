@@ -243,7 +243,7 @@ def scale_logits(model, factor=0.3):
 @pytest.fixture(autouse=True, scope="session")
 def _proven_once() -> Iterator[None]:
     """Whether an image processor by itself prepares a large picture as its processor does, shown once for equal processors."""
-    from posttrain.pictures.processors import PictureProcessor
+    from posttrain.extensions.images.processors import PictureProcessor
 
     shown, prove = {}, PictureProcessor._alone.func
 

@@ -51,7 +51,7 @@ def byte_tokenizer(**named):
 
 def without_video(kind):
     """A processor class whose constructor asks for no video processor, which needs torchvision."""
-    from posttrain.pictures.processors import image_only
+    from posttrain.extensions.images.processors import image_only
 
     return image_only(kind) if "video_processor" in inspect.signature(kind.__init__).parameters else kind
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
     from posttrain.models.memory import Available
     from posttrain.models.memory_estimate import Generating, Part, Shards, Workload
-    from posttrain.pictures.picture import Picture
-    from posttrain.pictures.processors import PictureProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -329,7 +327,7 @@ def plan(
     zero_stage: int = 0,
     batch_size: int | None = None,
     bits: float | None = None,
-    pictures: tuple[PictureProcessor, Sequence[Picture]] | None = None,
+    pixels: Callable[[int], dict[str, torch.Tensor]] | None = None,
     model: nn.Module | None = None,
 ) -> Workload:
     """Create the `Workload` of one process of this run, which is the input of `estimate_memory`.
@@ -346,7 +344,7 @@ def plan(
         zero_stage: ZeRO stage, if the launcher has not started the ranks yet. 0 uses the config and the environment.
         batch_size: Batch size. None uses the config's.
         bits: Bits per quantized weight, including scales (see `posttrain.models.quantised.weight_bits`). None uses the configs.
-        pictures: Processor and images of the longest row. None if rows contain only text.
+        pixels: Function that prepares the images of N copies of the longest row. None if rows contain only text.
         model: The policy, if it is loaded. The weights of a loaded model already have their final dtype.
     """
     from posttrain.data.forest import collate
@@ -359,7 +357,7 @@ def plan(
     dtype = _dtype(args, model_config, model)
     packing = _packing(args, model_config if model is None else config_of(model))
     bits = weight_bits(packing) if bits is None else bits
-    known = _kind(traits, args, images=pictures is not None)
+    known = _kind(traits, args, images=pixels is not None)
     policy = Part("policy", model_config, dtype=dtype, peft_config=peft_config, bits=bits, **known)
     size = batch_size or int(args.per_device_train_batch_size)
     rows = _longest_rows(traits, args, lengths, size)
@@ -386,7 +384,7 @@ def plan(
         shards=_shards(args, processes, zero_stage),
         device=device,
         process=process,
-        pixels=_pixels(pictures, min(len(rows), max(map(_trees, batches)))) if pictures else {},
+        pixels={} if pixels is None else pixels(min(len(rows), max(map(_trees, batches)))),
     )
 
 
@@ -407,13 +405,6 @@ def _frozen_parts(policy: Part, reference: str, reward_model: Any) -> list[Part]
 
 def _trees(batch: Batch) -> int:
     return sum(segment.parent < 0 for segment in batch.segments)
-
-
-def _pixels(pictures: tuple[PictureProcessor, Sequence[Picture]], rows: int) -> dict[str, torch.Tensor]:
-    """Prepare the images of ``rows`` rows. Floating-point tensors are created on the meta device."""
-    reader, images = pictures
-    joined = reader.join([reader.prepare(one) for one in images] * rows)
-    return {name: one.to("meta") if one.is_floating_point() else one for name, one in joined.items()}
 
 
 def _dtype(args: PostTrainingConfig, config: Any, model: nn.Module | None = None) -> Any:
@@ -512,7 +503,7 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
     from posttrain.models.memory import in_use
     from posttrain.models.memory_estimate import estimate_memory, optimizer_bytes
 
-    args, model, process = context.args, context.model, 0
+    args, model, process, vision = context.args, context.model, 0, context.parts.get("vision")
     loaded = [] if model is None else list(model.parameters())
     weights = sum(parameter.nbytes for parameter in loaded)
     if args.device.type == "cpu" and loaded:
@@ -523,7 +514,7 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
     work = plan(
         method, context.model_config, lengths=longest_of(context.rows, method.traits, args), peft_config=adapter,
         device=args.device.type, process=process, processes=context.processes,
-        pictures=sampled_pictures(context.parts.get("vision"), context.rows), model=model,
+        pixels=vision.pixels(context.rows) if vision else None, model=model,
     )  # fmt: skip
     try:
         estimate = estimate_memory(work)
@@ -542,16 +533,6 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
         fixes.append("kept_layers=0")
     fixes.append("decrease max_row_tokens, max_length or max_completion_length")
     return check_estimate(estimate.components, has.free, total=has.total, where=has.where, fixes=fixes)
-
-
-def sampled_pictures(vision: Any, rows: Sequence[Row]) -> Any:
-    """Return the processor and the images of the row with the most image tokens. None if rows contain only text."""
-    placed = max(([image for part in row.pictures for image in part] for row in rows), key=_image_tokens, default=[])
-    return (vision.reader, [image.picture for image in placed]) if placed else None
-
-
-def _image_tokens(placed: Sequence[Any]) -> int:
-    return sum(image.count for image in placed)
 
 
 def longest_of(rows: Sequence[Row], traits: Traits, args: PostTrainingConfig) -> Lengths:

@@ -166,11 +166,11 @@ class Subject:
         """Return the rows that the trainer would create from examples, and the image reader (None if rows contain only
         text).
         """
-        from posttrain.loop.pictures import Vision
+        from posttrain.loop.media import media_of
 
         takes = self.method.traits.reads_images
         with no_progress_bars():
-            vision = Vision(self.config, None, self.source if takes else "", (examples,), takes=takes)
+            vision = media_of(self.config, None, self.source if takes else "", (examples,), takes=takes)
             prepared = (
                 self._prompts(examples, vision) if self.method.traits.samples else self._answers(examples, vision)
             )

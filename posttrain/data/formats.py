@@ -440,6 +440,11 @@ def pictures_of(example: Mapping[str, Any]) -> list[Any]:
     return [one] if one is not None else [value for value in several or () if value is not None]
 
 
+def is_image(value: object) -> bool:
+    """Return whether a value is a PIL image. It works without PIL too."""
+    return hasattr(value, "getexif")
+
+
 def has_pictures(rows: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether any row contains an image, either in an image column or in a message."""
     for row in rows:

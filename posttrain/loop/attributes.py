@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from posttrain.data.forest import Layout
     from posttrain.loop.checks import Checks
-    from posttrain.loop.pictures import Vision
+    from posttrain.loop.media import Media
     from posttrain.loop.run import Progress, Run
     from posttrain.losses.reduce import Denominators
     from posttrain.methods.base import Method
@@ -148,7 +148,7 @@ class PartsOfRun:
     progress: Progress
     checks: Checks
     method: Method[Any]
-    vision: Vision
+    vision: Media
     buffers: dict[str, MetricBuffer] = of_progress("buffers")
     _metrics: dict[str, MetricBuffer] = of_progress("buffers")
     counters: dict[str, float] = of_progress("counters")

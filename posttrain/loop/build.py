@@ -26,7 +26,7 @@ from posttrain.loop import rollout, step
 from posttrain.loop.checks import Checks, embedding_rows, log_codes
 from posttrain.loop.data_report import warnings_are_errors
 from posttrain.loop.evaluation import predicted_rows
-from posttrain.loop.pictures import Vision
+from posttrain.loop.media import Media, media_of
 from posttrain.loop.prompts import PromptSource
 from posttrain.loop.run import Hooks, Progress, Run, with_attributes
 from posttrain.loop.samplers import SingleTurn
@@ -160,7 +160,7 @@ class Plan:
 
     Attributes:
         spec: Arguments of the run.
-        vision: Handles images.
+        vision: Handles images. It does nothing in a run on text.
         tokenizer: Tokenizer of the policy, with the chat template of the config and a pad token.
         checks: Checks of the run and their findings.
         train_dataset: Prepared training set.
@@ -171,7 +171,7 @@ class Plan:
     """
 
     spec: Spec
-    vision: Vision
+    vision: Media
     tokenizer: Any
     checks: Checks
     train_dataset: Any
@@ -205,7 +205,7 @@ def plan(spec: Spec) -> Plan:
     set_seed(args.seed)
     train, evaluation = map(plain_rows, (spec.train_dataset, spec.eval_dataset))
     model_id, (reads, returned) = load.model_id_of(model, spec.name), spec.images
-    vision = Vision(args, spec.processing_class, model_id, (train, evaluation), takes=reads, returned=returned)
+    vision = media_of(args, spec.processing_class, model_id, (train, evaluation), takes=reads, returned=returned)
     tokenizer, added_tokens = vision.tokenizer, []
     if tokenizer is None:
         revision = dict(args.model_init_kwargs or {}).get("revision")
@@ -601,7 +601,7 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
     return replace(careful, joins_rows=joins, rope_switch=switch, rope_end=min(ends, default=None))
 
 
-def make_checks(spec: Spec, vision: Vision, tokenizer: Tokenizer) -> Checks:
+def make_checks(spec: Spec, vision: Media, tokenizer: Tokenizer) -> Checks:
     """Create the checks of a run, before its model is loaded."""
     traits = spec.method.traits
     checks = Checks(

@@ -20,6 +20,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
+from posttrain import plugins
 from posttrain.checks import machine
 from posttrain.checks.registry import Context, Moment, Preflight, codes_of, describe, load
 from posttrain.checks.rules import check_log
@@ -31,8 +32,6 @@ from posttrain.errors import PosttrainError, PreflightError
 from posttrain.loop.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
 from posttrain.models import parallel
 from posttrain.models.architecture import attention_name, config_of, context_length, text_of
-from posttrain.models.heads import picture_encoder
-from posttrain.models.vision import tower_parameters
 from posttrain.report.files import whole_file
 from posttrain.report.lock import LOCK
 from posttrain.report.record import versions
@@ -283,8 +282,10 @@ class Checks:
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
         with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
-            pictured = any(batch.pictures for batches in micro_batches for batch in batches)
-            self.report([check_first_gradients(norms), check_tower_gradients(norms, model) if pictured else None])
+            found = [check_first_gradients(norms)]
+            if any(batch.pictures for batches in micro_batches for batch in batches):
+                found.append(plugins.module("extensions.images.checks").check_tower_gradients(norms, model))
+            self.report(found)
         self.finish()
         return False
 
@@ -430,31 +431,6 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
             "call model.enable_input_require_grads() or set gradient_checkpointing=False; check the labels of the first rows.",
         )
     return None
-
-
-def check_tower_gradients(norms: Mapping[str, float | None], model: nn.Module) -> Finding | None:
-    """Return a finding if trained parameters of the vision tower or projector received no gradient in a step with
-    images.
-
-    Args:
-        norms: Gradient norm of each parameter in the first step. None: the parameter has no gradient.
-        model: Model with `posttrain.models.vision.install_pictures`, wrapped or not.
-    """
-    if picture_encoder(model) is None:
-        return None
-    tower = {id(parameter) for parameter in tower_parameters(model).values()}
-    trained = {name for name, parameter in model.named_parameters() if id(parameter) in tower}
-    silent = sorted(name for name in trained if name in norms and norms[name] is None)
-    if not silent:
-        return None
-    return Finding(
-        "PT-G012",
-        "warning",
-        f"{len(silent)} trained parameters of the vision tower and projector got no gradient, including {silent[0]!r}.",
-        "the first step",
-        "they use memory, are never updated, and make DDP hang.",
-        "set freeze_vision='auto' to freeze the parameters that no feature depends on, or freeze_vision=True.",
-    )
 
 
 def nothing_trained(steps: int) -> Finding:

@@ -27,8 +27,8 @@ from posttrain.rollouts.episodes.environments import EMPTY_PROMPT, EnvironmentPo
 from posttrain.types import Prompt, Request
 
 if TYPE_CHECKING:
+    from posttrain.extensions.images.processors import PictureProcessor
     from posttrain.methods.config import PostTrainingConfig
-    from posttrain.pictures.processors import PictureProcessor
     from posttrain.rollouts.episodes.driver import EpisodeDriver
     from posttrain.types import AnyDataset, EvalSets, Tokenizer
 

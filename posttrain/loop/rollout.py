@@ -14,7 +14,7 @@ from posttrain.data.chat import ids_without_token, terminal_token_ids
 from posttrain.data.forest import collate
 from posttrain.errors import ConfigError, RolloutError, RolloutServerError, check_rules
 from posttrain.loop.run import Run
-from posttrain.loop.scoring import all_rewards, completion_lengths, completion_metrics, logged_rewards
+from posttrain.loop.scoring import completion_lengths, completion_metrics, logged_rewards
 from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from posttrain.loop.weight_sync import WeightSync
     from posttrain.rewards.runner import RewardRunner, RewardTable
     from posttrain.rollouts.batch import RolloutWindow
-    from posttrain.types import LogProbs, Rollout, Sampling
+    from posttrain.types import LogProbs, Sampling
 
 # Distance between the indices of consecutive evaluation batches. It is larger than the index of any training batch.
 EVAL_STRIDE = 32_452_843
@@ -199,7 +199,7 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         )
     online.window.generations += mode == "train"
     if run.vision.images:
-        batch = with_images(run, batch, mode)
+        batch = run.vision.sampled(run, batch, mode)
     batch = replace(
         batch,
         born=run.progress.state.global_step,
@@ -214,16 +214,6 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         tokens = written + sum(len(r.prompt_ids) for r in batch.rollouts)
         run.progress.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], run.accelerator)[0]
     return batch
-
-
-def with_images(run: Run, batch: RolloutBatch, mode: str) -> RolloutBatch:
-    """Prepare completions of rows with images. Images are opened for reward functions. A completion that contains a
-    sampled image placeholder is excluded from the loss.
-    """
-    rollouts, masked, metrics = run.vision.look_at(batch.rollouts, batch.examples, run.model, run.pad_token_id)
-    run.log(metrics, mode)
-    examples = run.vision.opened(batch.examples)
-    return replace(batch, examples=examples, rollouts=rollouts, left_out=batch.left_out | masked)
 
 
 def truncation_of(online: Online, sampling: Sampling) -> Truncation:
@@ -376,7 +366,7 @@ def evaluation_batches(run: Run, examples: list[dict[str, Any]]) -> list[Batch]:
     """Sample completions for one evaluation batch and score them. Return the forward passes. This is a collective operation."""
     rollouts = rollout_step(run, examples, "eval")
     if run.vision.images:
-        run.log(exchanged_reward(run, examples), "eval")
+        run.log(run.vision.exchanged_reward(run, examples), "eval")
     whole, skip = range(len(rollouts.rollouts)), run.args.mask_truncated_completions
     return collated(run, rollouts.rows(whole, skip_truncated=skip))
 
@@ -384,20 +374,6 @@ def evaluation_batches(run: Run, examples: list[dict[str, Any]]) -> list[Batch]:
 def collated(run: Run, rows: list[Row]) -> list[Batch]:
     """Collate rows into the batches of forward passes. Return an empty list if ``rows`` is empty."""
     return run.collate(rows) if rows else []
-
-
-def exchanged_reward(run: Run, examples: list[dict[str, Any]]) -> dict[str, Metric]:
-    """Return the mean reward of completions that are sampled with the images of other prompts; see `Vision.control`."""
-    size = run.online.prompts.group_size("eval")
-
-    def roll_out(rows: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
-        batch = run.online.sample(rows, settings_of(run, mode))
-        return batch.rollouts, batch.completions
-
-    def scored(batch: RolloutBatch) -> RewardTable:
-        return all_rewards(run, run.online.rewards, replace(batch, group_size=size), training=False)
-
-    return run.vision.control(examples, size, roll_out, scored)
 
 
 def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]:

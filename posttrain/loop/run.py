@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from posttrain.data.forest import Layout, collate
 from posttrain.loop.checks import Checks
-from posttrain.loop.pictures import Vision
+from posttrain.loop.media import Media
 from posttrain.losses.reduce import Denominators
 from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
@@ -150,7 +150,7 @@ class Run:
     method: Method[Any]
     name: str
     tokenizer: PreTrainedTokenizerBase
-    vision: Vision
+    vision: Media
     checks: Checks
     accelerator: Accelerator
     ranks: Ranks

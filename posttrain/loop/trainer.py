@@ -46,7 +46,6 @@ from posttrain.models import load, memory, parallel, token_split, tree_attention
 from posttrain.models.architecture import get_config_model_id
 from posttrain.models.forward import forward
 from posttrain.models.neftune import noisy_embeddings
-from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.progress import in_notebook, use_rich_progress
 from posttrain.report.record import RunRecordCallback
@@ -682,18 +681,19 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.load_saved_state(state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        learns = {name: parameter.requires_grad for name, parameter in (model or self.model).named_parameters()}
-        if not load.load_added_adapter(model or self.model, resume_from_checkpoint):
+        target = model or self.model
+        learns = {name: parameter.requires_grad for name, parameter in target.named_parameters()}
+        if not load.load_added_adapter(target, resume_from_checkpoint):
             with (
                 self._reading_fsdp(resume_from_checkpoint),
                 checkpoint.refused_if_shapes_differ(resume_from_checkpoint),
             ):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
-            load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
-            load.load_default_adapter(model or self.model, resume_from_checkpoint, self.accelerator)
-        load.mark_loaded_projections(model or self.model)
+            load.load_renamed(target, resume_from_checkpoint, self.accelerator)
+            load.load_default_adapter(target, resume_from_checkpoint, self.accelerator)
+        load.mark_loaded_projections(target)
         # peft makes all parameters of a loaded adapter trainable, even those that the user froze.
-        for name, parameter in (model or self.model).named_parameters():
+        for name, parameter in target.named_parameters():
             parameter.requires_grad_(learns.get(name, parameter.requires_grad))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -746,7 +746,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             folder = load.adapter_folder(self.model, str(best), self.accelerator)
             with with_attributes(self.state, {"best_model_checkpoint": folder}):
                 super()._load_best_model()
-        load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
+        load.load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
 
     def state_to_save(self) -> dict[str, Any]:
         """Return additional state for a checkpoint, as JSON-compatible data. With it, a resumed run gives the same

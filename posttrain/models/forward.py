@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from posttrain import plugins
 from posttrain.data.forest import split_by_sequence
 from posttrain.errors import ConfigError
 from posttrain.metrics import mean
@@ -20,6 +21,7 @@ from posttrain.models.architecture import image_token
 from posttrain.models.attention import attention_inputs
 from posttrain.models.heads import (
     PER_TOKEN,
+    PassInputs,
     ScoreHead,
     TokenHead,
     attention_renamed,
@@ -31,11 +33,12 @@ from posttrain.models.heads import (
 )
 from posttrain.models.token_split import TokenSplit
 from posttrain.models.value_head import critic_of
-from posttrain.models.vision import VisionView, plain_inputs, view
 from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Row, Truncation
 
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
+
+IMAGES = "extensions.images.encoder"  # Module with the model inputs that depend on images.
 
 
 def forward(
@@ -150,14 +153,14 @@ def call(model: nn.Module, batch: Batch, head: TokenHead | ScoreHead, inputs: di
     )
 
 
-def _view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:
-    """Return the model inputs that depend on images (see `view`). For text models, they are empty."""
-    reads_images = image_token(model.config) is not None
-    return view(model, batch, columns) if reads_images or batch.pictures else VisionView(batch.position_ids)
+def _view(model: nn.Module, batch: Batch, columns: slice | None = None) -> PassInputs:
+    """Return the model inputs that depend on images. For text models, they are the position ids."""
+    shown = image_token(model.config) is not None or batch.pictures
+    return plugins.module(IMAGES).view(model, batch, columns) if shown else PassInputs(batch.position_ids)
 
 
 def _attention(
-    model: nn.Module, inner: nn.Module, batch: Batch, seen: VisionView, split: TokenSplit | None = None
+    model: nn.Module, inner: nn.Module, batch: Batch, seen: PassInputs, split: TokenSplit | None = None
 ) -> dict[str, Any]:
     if learns_prompts(model):
         assert batch.one_sequence_a_row, "virtual tokens need one sequence a row"
@@ -239,7 +242,7 @@ def alone_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
         for row in rows:
             for index, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
                 sequence = torch.tensor([row.prompt_ids + ids], device=device)
-                inputs = plain_inputs(bare, sequence, row, index) if row.pictures else {}
+                inputs = plugins.module(IMAGES).plain_inputs(bare, sequence, row, index) if row.pictures else {}
                 logits = bare(input_ids=sequence, **inputs, use_cache=False).logits[0, virtual:].float()
                 logp = torch.log_softmax(logits[:-1], -1).gather(-1, sequence[0, 1:, None]).squeeze(-1)
                 tail = torch.cat([logp.new_zeros(1), logp])[len(row.prompt_ids) :]

@@ -160,6 +160,24 @@ class TokenHead:
     total: Callable[[Tensor], Tensor] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PassInputs:
+    """Inputs of a forward pass that depend on images.
+
+    Attributes:
+        position_ids: ``(B, T)``, or ``(3, B, T)`` for families with three-dimensional positions. None: the model
+            computes positions.
+        span: ``(B, T)`` index of the bidirectional block of each token. -1: the token is in no block. None: there are
+            no blocks.
+        inputs: Function that maps the model without wrappers to additional arguments of its forward method. None: no
+            further arguments.
+    """
+
+    position_ids: Tensor | None
+    span: Tensor | None = None
+    inputs: Callable[[Any], dict[str, Any]] | None = None
+
+
 @dataclass(slots=True)
 class ScoreHead:
     """Positions at which a classification head is applied, e.g. the last token of each text for rewards.
@@ -614,5 +632,5 @@ def placeholder_of(model: nn.Module) -> int | None:
 
 
 def picture_encoder(model: nn.Module) -> Any:
-    """Return the image encoder that `posttrain.models.vision.install_pictures` added to the model, or None."""
+    """Return the image encoder that `install_pictures` of the images extension added to the model, or None."""
     return causal_lm(model).__dict__.get("picture_encoder")

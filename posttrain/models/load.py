@@ -675,6 +675,29 @@ NEEDS_MORE_WITH = {
 UNREPEATABLE_STARTS = ("pissa_niter_", "lora_ga")
 
 
+def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> None:
+    """Load a checkpoint whose weights have the names on the Hub instead of the names of the model's parameters.
+
+    `transformers.Trainer` loads weights by the names in the file and ignores unknown names, so that the model would
+    continue with its initial weights. Most vision-language models have such checkpoints. For adapters and sharded weights, whose
+    files contain the names of the parameters, this function does nothing.
+
+    Args:
+        model: Model that is trained.
+        folder: Folder of the checkpoint.
+        accelerator: Accelerator of the run.
+    """
+    inner: Any = unwrapped(model)
+    if adapters_of(inner) or shards_parameters(accelerator):
+        return
+    names: set[str] = set()
+    for path in Path(folder).glob("model*.safetensors"):
+        with safetensors.safe_open(str(path), "pt") as file:
+            names |= set(file.keys())
+    if not names <= set(inner.state_dict()):
+        inner.load_state_dict(type(inner).from_pretrained(folder, dtype=inner.dtype).state_dict(), strict=False)
+
+
 def load_default_adapter(model: nn.Module, folder: str, accelerator: Accelerator) -> None:
     """Load the adapter ``default`` of a checkpoint that has several adapters.
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from posttrain import plugins
 from posttrain.errors import ModelError
 from posttrain.models.architecture import inner_size, key_value_width, layer_configs, layer_kinds
 from posttrain.models.attention import attention_inputs
@@ -30,7 +31,6 @@ from posttrain.models.memory import keep_last_activations, recompute_activations
 from posttrain.models.recurrent import table as recurrent
 from posttrain.models.recurrent.states import States
 from posttrain.models.value_head import attach_value, critic_of
-from posttrain.models.vision import adapter_of_text, frozen_parameters, traced_features
 from posttrain.types import Batch
 
 if TYPE_CHECKING:
@@ -455,9 +455,8 @@ def _build(part: Part) -> Any:
         return model.requires_grad_(False).eval()
     adapter = part.peft_config if part.kind == "causal" else train_score_head(part.peft_config, model)
     if has_tower(model):
-        adapter = adapter_of_text(model, adapter, part.freeze_vision)
-        for parameter in frozen_parameters(model, part.freeze_vision, images=part.images).values():
-            parameter.requires_grad_(False)
+        tower = plugins.module("extensions.images.encoder")
+        adapter, _ = tower.freeze_tower(model, adapter, part.freeze_vision, images=part.images)
     if adapter is not None:
         model = add_adapter(model, copy.deepcopy(adapter))
         model.enable_input_require_grads()
@@ -595,7 +594,10 @@ def trace_pass(
         try:
             with meter.counting(), torch.set_grad_enabled(training), compute:
                 meter.kind = "images"
-                seen = [traced_features(causal_lm(model), pixels, shadow.part.dtype)] if pixels else []
+                seen = []
+                if pixels:
+                    encoder = plugins.module("extensions.images.encoder")
+                    seen = [encoder.traced_features(causal_lm(model), pixels, shadow.part.dtype)]
                 meter.kind = "activations"
                 loss = _sum_of_outputs(shadow, batch.input_ids.shape, told, counts, needs)
                 loss = sum((features.sum() for features in seen), loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -38,15 +38,10 @@ from posttrain.models.heads import (
 )
 from posttrain.models.recurrent import table as recurrent
 from posttrain.models.reference import use_adapter
-from posttrain.models.vision import for_tower, probe_pictures, probe_rows
-from posttrain.pictures.picture import Picture, read_picture
 from posttrain.types import Row
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.nn import Module
-
-    from posttrain.pictures.processors import PictureProcessor
 from posttrain.models.attention import (
     FIXED,
     KINDS,
@@ -77,10 +72,6 @@ TF32_EPS = 2.0**-10  # Relative precision of TF32, whose mantissa has 10 bits.
 # ROUNDED: number of repetitions, each with different rounding errors. FEW: maximum share of values that may differ because of
 # rounding.
 ROUNDED, FEW = 16, 0.25
-
-
-# If the image changes, log-probs must change by more than this multiple of the tolerance.
-REACH = 0.1
 
 
 # Size in tokens to which attention windows are reduced. All sequences of a probe are longer than this.
@@ -271,7 +262,8 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
             fault,
         )
         layout = padded_layout(model)
-    pictured = probe_rows(model) if layout.kind == "padded" and picture_encoder(model) is not None else []
+    encoder = picture_encoder(model)
+    pictured = encoder.probe_rows() if layout.kind == "padded" and encoder is not None else []
     if pictured and (fault := _layout_fault(model, pictured, layout)):
         raise ModelError(
             f"{type(causal_lm(model)).__name__} gives different results for rows with images and for the processor's own "
@@ -329,107 +321,12 @@ def _refuse_wrong_outputs(model: Module) -> None:
             f"the outputs of {type(inner).__name__} are NaN or infinite. {cause}. Fix: use an intact checkpoint, or a dtype "
             "with a larger range (bfloat16 or float32)."
         )
-    if score_layer(inner) is None and (fault := disagreement(one, other, _share(model))):
+    if score_layer(inner) is None and (fault := disagreement(one, other, tolerance_of(model))):
         raise ModelError(
             f"{type(inner).__name__} is not a causal language model: the log-probs of the first {len(text) - 1} tokens of a text "
             f"change with its last token ({fault}), so each token would be predicted with knowledge of itself. Fix: use a "
             "decoder-only model, or set is_decoder=True (or use_bidirectional_attention=False) in its config."
         )
-
-
-@torch.no_grad()
-def prove_pictures(model: nn.Module) -> None:
-    """Find, for an unknown model family, positions and attention blocks that give the same results as its processor's inputs.
-
-    Args:
-        model: Model prepared with `posttrain.models.vision.install_pictures`, without wrappers.
-
-    Raises:
-        ModelError: No choice gives the same results. The message contains the error of each choice.
-    """
-    reader, faults = picture_encoder(model).processor, []
-    orders = dict.fromkeys((reader.family.positions, "plain"))
-    choices: list[dict[str, Any]] = [{"positions": p, "block": b} for p in orders for b in ("none", "image")]
-    choices.append({"positions": "plain", "block": "none", "whole": True})
-    with evaluating(model):
-        for choice in choices:
-            reader.family = replace(reader.family, **choice)
-            try:
-                fault = _picture_fault(model, reader)
-            # Any exception means that this variant is not supported, e.g. because the forward method does not accept image
-            # features.
-            except Exception as error:
-                fault = f"{type(error).__name__}: {error}"
-            if not fault:
-                break
-            faults.append(f"{', '.join(f'{name} {value}' for name, value in choice.items())}: {fault:.200}")
-    if len(faults) == len(choices):
-        del model.picture_encoder
-        raise ModelError(
-            f"{type(model).__name__} is not of a supported family, and its results for rows with images differ from those for "
-            f"its processor's own tensors ({'; '.join(faults)}). Fix: use a model of a supported family (docs/vision.md), or "
-            "rows without images."
-        )
-    how = "one sequence per row, with its processor's own tensors" if reader.family.whole else str(choice)
-    logger.warning(
-        "%s is not of a supported family. For two prompts, its results for rows with images agree with those of its processor "
-        "and its own forward method, with these settings: %s.",
-        type(model).__name__,
-        how,
-    )
-
-
-def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
-    """Return why padded rows with images give different results from separate sequences, or "" if results agree.
-
-    A separate sequence is the processor's output for its text and images, passed to the model's own forward method.
-    """
-    share, mark, (first, second, _) = _share(model), reader.placeholder, probe_pictures(reader)
-    # Separate adjacent placeholders if the processor treats them as one image (see `PictureProcessor.place`).
-    gap = " " if reader.family.positions == "grid" else ""
-    several = f"a {mark} b {mark}{gap}{mark} c"
-    rows, truth, moved = [], [], []
-    for text, pictures in ((f"a {mark} b", [first]), (several, [second, first, second]), ("no picture", [])):
-        for answer in (" left, or right?", " it is blue"):
-            ids, placed = reader.encode(text + answer, pictures)
-            inputs = _own_inputs(reader, text + answer, pictures)
-            if ids != inputs["input_ids"][0].tolist():
-                return f"the processor returns {inputs['input_ids'].shape[1]} tokens, but {len(ids)} were expected"
-            # The prompt ends after the first image, so further images are in the answer.
-            start = placed[0].start + placed[0].count if placed else 1
-            after = [replace(one, start=one.start - start) for one in placed[1:]]
-            judged = [int(token != reader.token_id) for token in ids[start:]]
-            rows.append(Row(ids[:start], [ids[start:]], [judged], pictures=[placed[:1], after]))
-            truth.append(_own_logps(model, inputs)[start - 1 :])
-            changed = torch.cat([inputs["input_ids"][:, :-1], inputs["input_ids"][:, :1]], 1)
-            if gap := disagreement(
-                _own_logps(model, {**inputs, "input_ids": changed})[start - 1 : -1], truth[-1][:-1], share
-            ):
-                return f"earlier tokens attend to later tokens: {gap}"
-            others = [read_picture(one.load().rotate(180)) for one in pictures]
-            moved.append(_own_logps(model, _own_inputs(reader, text + answer, others))[start - 1 :])
-    judged = _judged(rows)
-    told, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
-    padded = _fast(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
-    gap, reach = (float((one - told).abs().max()) for one in (padded, other))
-    # The comparison is only meaningful if changing the images changes log-probs by more than the two computations differ.
-    if not (fault := disagreement(padded, told, share)) and reach <= max(10 * gap, share * REACH):
-        return f"PT-G005: other images change log-probs by {reach:.2g}, and rows differ from sequences by {gap:.2g}"
-    return fault
-
-
-def _own_inputs(reader: PictureProcessor, text: str, pictures: Sequence[Picture]) -> dict[str, Tensor]:
-    """Return the processor's inputs for a text with one placeholder per image."""
-    images = [[picture.load() for picture in pictures]] if pictures else None
-    inputs = reader.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
-    return {name: value for name, value in inputs.items() if name not in ("attention_mask", "labels")}
-
-
-def _own_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the log-probs ``(T - 1,)`` of all tokens of a sequence except the first, from the model's own forward method."""
-    ids = inputs["input_ids"][0]
-    logits = model(**for_tower(model, inputs), use_cache=False).logits[0].float().cpu()
-    return torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]
 
 
 def _fault(model: Module, layout: Layout, device: torch.device, autocast: torch.dtype | None = None) -> str:
@@ -461,17 +358,17 @@ def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | N
 def _forest_fault(model: Module, layout: Layout) -> str:
     """Return why packed prefix trees give different results from separate sequences, or ""."""
     config: Any = model.config
-    vocabulary, share = config.get_text_config().vocab_size, _share(model)
+    vocabulary, share = config.get_text_config().vocab_size, tolerance_of(model)
     encoder = picture_encoder(model)
     # Skip prompts without images if the model has bidirectional prompts, because such a prompt always contains an image.
-    always = encoder is not None and encoder.processor.family.block == "prompt"
+    always = encoder is not None and encoder.always
     for prompt, context in () if always else probe_cases(model):
         rows = _probe_rows(vocabulary, prompt)
         wide = replace(layout, row_tokens=512 + prompt, pass_tokens=0, max_tree_tokens=4 * LONGEST)
         # Run long prompts without gradients, because a graph for them would store all logits. The functions that are called are
         # the same.
         with context, torch.set_grad_enabled(prompt == SHORT):
-            values, truth = _fast(model, rows, wide), _truth(model, rows)
+            values, truth = packed_logps(model, rows, wide), _truth(model, rows)
             if disagreement(values.detach(), truth.detach(), share):
                 fault = steady_disagreement(
                     model, values.detach(), lambda rows=rows: _truth(model, rows).detach(), share
@@ -480,12 +377,14 @@ def _forest_fault(model: Module, layout: Layout) -> str:
                 fault = _gradient_fault(model, values, truth, share)
         if fault:
             return fault
-    pictured = [] if encoder is None else probe_rows(model)
+    pictured = [] if encoder is None else encoder.probe_rows()
     return _layout_fault(model, pictured, layout) if pictured else ""
 
 
 def _layout_fault(model: Module, rows: Sequence[Row], layout: Layout) -> str:
-    return steady_disagreement(model, _fast(model, rows, layout), lambda: _truth(model, rows), _share(model))
+    return steady_disagreement(
+        model, packed_logps(model, rows, layout), lambda: _truth(model, rows), tolerance_of(model)
+    )
 
 
 @torch.no_grad()
@@ -518,7 +417,7 @@ def _gradient_fault(model: Module, values: Tensor, truth: Tensor, share: float) 
     return "" if gap <= allowed else f"gradients differ by {gap:.2g}, allowed {allowed:.2g}"
 
 
-def _share(model: Module) -> float:
+def tolerance_of(model: Module) -> float:
     """Return the tolerance as a fraction of the standard deviation of the reference values."""
     if torch.is_autocast_enabled(next(model.parameters()).device.type):
         return 0.1
@@ -558,7 +457,7 @@ def probe_head(model: Module) -> None:
         )
 
 
-def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
+def packed_logps(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
     """Return log-probs of all completions in packed rows, in the order of the rows, or a classifier's scores."""
     from posttrain.data.forest import split_by_sequence
     from posttrain.models.forward import forward
@@ -571,7 +470,7 @@ def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
         parts = out.scores[:, None] if scored else split_by_sequence(out.logp, batch)
         by_completion |= dict(zip(batch.origin, parts, strict=True))
     values = torch.cat([by_completion[i] for i in range(len(by_completion))])
-    return values if scored else values[_judged(rows)]
+    return values if scored else values[has_logp(rows)]
 
 
 def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
@@ -580,10 +479,10 @@ def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
 
     if score_layer(causal_lm(model)) is not None:
         return sequence_scores(model, rows)[:, 0]
-    return torch.cat(alone_logps(model, rows))[_judged(rows)]
+    return torch.cat(alone_logps(model, rows))[has_logp(rows)]
 
 
-def _judged(rows: Sequence[Row]) -> Tensor:
+def has_logp(rows: Sequence[Row]) -> Tensor:
     """Return a mask of completion tokens with a log-prob. The zeros at other tokens would increase the standard
     deviation.
     """

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
+from posttrain import plugins
 from posttrain.integrations import require
 from posttrain.report.record import RunRecordCallback
 from posttrain.values import accept_any_character, visible
@@ -58,12 +59,9 @@ def _with_images(tracker: Any, columns: list[str], data: list[list[Any]]) -> lis
     """Replace thumbnails with lists of the tracker's image type. Rows without images get an empty list."""
     if THUMBNAILS not in columns:
         return data
-    from posttrain.pictures.picture import read_picture
-
-    place = columns.index(THUMBNAILS)
+    place, read = columns.index(THUMBNAILS), plugins.module("extensions.images.picture").read_picture
     return [
-        [*row[:place], [tracker.Image(read_picture(one).load()) for one in row[place] or ()], *row[place + 1 :]]
-        for row in data
+        [*row[:place], [tracker.Image(read(one).load()) for one in row[place] or ()], *row[place + 1 :]] for row in data
     ]
 
 

@@ -4,12 +4,12 @@ function.
 
 from __future__ import annotations
 
-import base64
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from posttrain import plugins
 from posttrain.errors import ArgumentTypeError, ConfigError, RewardError
 from posttrain.rewards.runner import RewardRunner, RewardTable
 
@@ -35,11 +35,7 @@ def _content_text(message: Mapping[str, Any]) -> str:
 
 def _addresses(prompt: Any) -> list[str]:
     """Return the images of a prompt in order, each as a ``data:`` URL of a PNG file."""
-    from posttrain.pictures.picture import conversation_pictures, read_picture
-
-    images = [] if isinstance(prompt, str) else conversation_pictures(prompt)[1]
-    files = [read_picture(read_picture(value, "an image of a prompt").load()).file_bytes() for value in images]
-    return [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in files]
+    return [] if isinstance(prompt, str) else plugins.module("extensions.images.picture").png_addresses(prompt)
 
 
 class BaseJudge(ABC):

@@ -183,7 +183,7 @@ def refuse_pictures(model: nn.Module, engine: str) -> None:
     """Reject a model with image inputs for an engine that supports text only.
 
     Raises:
-        ConfigError: `posttrain.models.vision.install_pictures` prepared the model for images.
+        ConfigError: The model was prepared for images.
     """
     if picture_encoder(model) is not None:
         raise ConfigError(f"{engine} supports text only, but the rows have images. Fix: set rollout_engine='auto'")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from posttrain import plugins
 from posttrain.data.responses import parse_response
 from posttrain.errors import CheckpointError
 from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.pictures.picture import Placed
 from posttrain.types import Advantages, Prompt, Request, Rollout, Row, Truncation
 
 if TYPE_CHECKING:
@@ -275,7 +275,8 @@ def row_state(row: Row) -> dict[str, Any]:
 
 def row_again(state: Mapping[str, Any]) -> Row:
     """Restore a row from a value that `row_state` returned."""
-    return Row(**{**state, "pictures": [[Placed.of(**image) for image in part] for part in state.get("pictures", ())]})
+    placed = lambda image: plugins.module("extensions.images.picture").Placed.of(**image)  # noqa: E731
+    return Row(**{**state, "pictures": [list(map(placed, part)) for part in state.get("pictures", ())]})
 
 
 class RolloutWindow:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from posttrain import plugins
 from posttrain.errors import ConfigError
 from posttrain.losses.truncation import truncate
 from posttrain.models.architecture import context_length
 from posttrain.models.attention import has_recurrent_layers, rope_limits
 from posttrain.models.heads import causal_lm, evaluating, learns_prompts, picture_encoder, placeholder_of
 from posttrain.models.tree_attention import uninstalled
-from posttrain.models.vision import prefill_inputs
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed
 from posttrain.rollouts.native.draws import apply_rules, ends_with_string, has_rules, penalize_repetition
 from posttrain.rollouts.native.requests import check_requests
@@ -211,8 +211,6 @@ class HFEngine(RolloutEngine):
         scaled = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", False)
         unpadded = scaled or learns_prompts(self.model) or has_recurrent_layers(self.model)
         encoder = picture_encoder(self.model)
-        beside = encoder is not None and encoder.processor.family.cross
-        unknown = encoder is not None and not encoder.processor.family.models
         calls: dict[tuple[int, ...], list[int]] = {}
         for i, request in enumerate(requests):
             size, most = len(request.prompt_ids), _most(request, sampling)
@@ -225,15 +223,8 @@ class HFEngine(RolloutEngine):
                     "long sequences. Such requests are sampled one by one. Keep prompt and completion within %d tokens to "
                     "avoid this.", switch, switch,
                 )  # fmt: skip
-            # If a model has cross-attention to images, all rows of a call must have the same number of images, because tokens
-            # would also attend to padding images. If the model family was not tested with padding, a request with images runs
-            # alone.
-            key = (
-                i if alone or (unknown and request.pictures) else -1,
-                size if unpadded else -1,
-                len(request.pictures) if beside else -1,
-                most,
-            )
+            images = () if encoder is None else encoder.call_key(i, request.pictures)
+            key = (i if alone else -1, size if unpadded else -1, most, *images)
             calls.setdefault(key, []).append(i)
         return list(calls.values())
 
@@ -248,10 +239,13 @@ class HFEngine(RolloutEngine):
         rest: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
         plain = replace(sampling, temperature=float(sampling.temperature > 0), **rest)
         placed = [list(request.pictures) for _, request in requests for _ in range(request.n)]
+        images = {}
+        if any(placed):
+            images = plugins.module("extensions.images.encoder").prefill_inputs(self.model, ids, placed)
         out = self.model.generate(
             input_ids=ids,
             attention_mask=mask,
-            **(prefill_inputs(self.model, ids, placed) if any(placed) else {}),
+            **images,
             generation_config=pinned_config(
                 plain,
                 eos_token_id=list(sampling.stop_token_ids) or None,

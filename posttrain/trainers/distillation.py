@@ -22,7 +22,6 @@ from posttrain.data.formats import get_dataset_column_names
 from posttrain.errors import ConfigError, DataError
 from posttrain.loop.build import choose_layout, user_override, warn_of_unused
 from posttrain.loop.online import OnlineTrainer
-from posttrain.loop.pictures import Vision
 from posttrain.loop.prompts import PromptSource
 from posttrain.loop.rollout import Online
 from posttrain.loop.run import Run
@@ -54,9 +53,8 @@ from posttrain.methods.distillation.teacher import (
 from posttrain.methods.grpo.objective import grpo_objective
 from posttrain.models import parallel
 from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id
-from posttrain.models.heads import adapters_of, causal_lm, has_tower, install_token_head, picture_encoder
+from posttrain.models.heads import adapters_of, causal_lm, install_token_head
 from posttrain.models.reference import Reference
-from posttrain.models.vision import install_pictures
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch, decoded
@@ -87,8 +85,7 @@ from posttrain.types import (
 )
 
 if TYPE_CHECKING:
-    from transformers import ProcessorMixin
-
+    from posttrain.loop.media import Media
     from posttrain.types import AnyDataset, LogProbs
 
 logger = logging.getLogger(__name__)
@@ -393,7 +390,7 @@ class DistillationTrainer(OnlineTrainer):
         model = load_teacher(teacher, self.args, self.model).to(self.args.device)
         install_token_head(model)
         if self.vision.images:
-            self.show_pictures(model, processor)
+            self.vision.show_teacher(self.model, model, processor, self.teacher_vision)
         self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
         self.check_vocabularies(model, self.teacher_tokenizer)
         self._log_roles(teacher_id(teacher, args))
@@ -403,29 +400,6 @@ class DistillationTrainer(OnlineTrainer):
         shared = layout.kind == self.layout.kind == "tree" and fits
         running = functools.partial(frozen, model, self.accelerator.autocast)
         self.teachers[name] = ModelTeacher(running, layout, shared and self.shares_tokens, self.pad_token_id)
-
-    def show_pictures(self, teacher: nn.Module, processor: ProcessorMixin) -> None:
-        """Prepare the teacher to process the student's images with its own vision tower.
-
-        Images are preprocessed once if student and teacher preprocess them equally.
-
-        Raises:
-            ConfigError: The teacher is a text model, or its family uses other placeholder ids or pixel values.
-        """
-        kinds = [causal_lm(model).config.model_type for model in (self.model, teacher)]
-        if not has_tower(teacher) or (self.shares_tokens and kinds[0] != kinds[1]):
-            raise ConfigError(
-                f"the rows have images, but the teacher is {kinds[1]!r} and cannot process the placeholder ids and "
-                f"pixels of the student, {kinds[0]!r}. Fix: use a teacher of the student's family, or GOLD with "
-                "use_uld_loss=True and a teacher that supports images."
-            )
-        if not self.shares_tokens:
-            size = int(self.args.image_cache_gb * 2**30)
-            install_pictures(teacher, self.teacher_vision.processor, cache_bytes=size)
-        elif self.vision.show(teacher, processor):
-            encoder = picture_encoder(teacher)
-            assert encoder is not None
-            encoder.next = picture_encoder(self.model)
 
     @property
     def shares_tokens(self) -> bool:
@@ -827,7 +801,7 @@ class DistillationTrainer(OnlineTrainer):
             )
         return True
 
-    def never_written(self, vision: Vision, width: int) -> Tensor | None:
+    def never_written(self, vision: Media, width: int) -> Tensor | None:
         """Return the ids of image placeholders and markers that are below ``width``. These ids are never sampled. None:
         there are no images.
         """

@@ -127,7 +127,11 @@ class SFTTrainer(PostTrainer):
         """Tokenize a dataset like `prepare_sft_dataset`."""
         args = self.args
         if self.vision.reader is not None:
-            self._refuse_with_images()
+            own = {
+                "formatting_func": self.formatting_func,
+                "data_collator": self.user_collator,
+                "dataset_kwargs": (args.dataset_kwargs or {}).get("skip_prepare_dataset"),
+            }
             packs = args.packing if training or args.eval_packing is None else args.eval_packing
             prepared, self.reports[name] = self.vision.prepare_rows(
                 dataset,
@@ -135,6 +139,7 @@ class SFTTrainer(PostTrainer):
                 num_proc=args.dataset_num_proc,
                 keep=(ROW,),
                 packs=packs,
+                unsupported=own,
             )
             return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
         if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
@@ -154,26 +159,6 @@ class SFTTrainer(PostTrainer):
         )
         self.reports[name] = report
         return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
-
-    def _refuse_with_images(self) -> None:
-        """Reject options that rows with images do not support."""
-        args = self.args
-        options = {
-            "formatting_func": self.formatting_func,
-            "data_collator": self.user_collator,
-            "dataset_kwargs": (args.dataset_kwargs or {}).get("skip_prepare_dataset"),
-        }
-        named = [name for name, value in options.items() if value]
-        if named:
-            raise ConfigError(
-                f"{named} is not supported for rows with images, which the trainer prepares itself. Fix: remove it, "
-                "and use the columns 'messages', or 'prompt' and 'completion'."
-            )
-        if (args.packing or args.eval_packing) and args.packing_strategy != "bfd":
-            raise ConfigError(
-                f"packing_strategy={args.packing_strategy!r} can split rows inside an image. Fix: use packing_strategy='bfd', "
-                "which does not split rows."
-            )
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Convert examples to rows with `SFT.rows`, after a user's data collator."""

@@ -43,6 +43,14 @@ grpo = posttrain.GRPOTrainer(
 for trainer in (sft, dpo, grpo):
     trainer.train()
     assert trainer.state.global_step == 1
+question, answer = [{"role": "user", "content": "which?"}], [{"role": "assistant", "content": "a"}]
+shown = Dataset.from_list([{"prompt": question, "completion": answer, "images": ["a.png"]}] * 2)
+try:
+    posttrain.SFTTrainer(model, settings(posttrain.SFTConfig), train_dataset=shown)
+except posttrain.MissingDependencyError as error:
+    assert "the extension 'images' is not installed" in str(error), error
+else:
+    raise AssertionError("rows with images are accepted without their extension")
 print("trained")
 """
 

@@ -12,6 +12,7 @@ SCOPE = (
     "loop",
     "trainers",
     "methods",
+    "extensions/images/vision.py",
     f"{ONLINE_DPO}.py",
     f"{ONLINE_DPO}_method.py",
     "fields.py",

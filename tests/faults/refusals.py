@@ -197,21 +197,21 @@ REFUSED: dict[str, Refused] = {
     "loop/dry_step.py _choose_batch_size 2": (
         "sft", {"per_device_train_batch_size": "auto", "memory_limit_gib": 1e-6, "preflight": "warn"},
     ),
-    "loop/pictures.py Vision.__init__ 2": (
+    "extensions/images/vision.py Vision.__init__ 2": (
         "sft", {"model_name_or_path": "vision", "dataset_name": "answers.parquet", "chat_template_path": "template.jinja"},
     ),
-    "loop/pictures.py Vision.check_engine 1": (
+    "extensions/images/vision.py Vision.check_engine 1": (
         "grpo",
         {"model_name_or_path": "vision", "dataset_name": "prompts.parquet", "reward_funcs": None, "reward_model_name_or_path": "block-scorer"},
     ),
-    "loop/pictures.py Vision.check_engine 2": (
+    "extensions/images/vision.py Vision.check_engine 2": (
         "grpo", {"model_name_or_path": "vision", "dataset_name": "prompts.parquet", "rollout_engine": "paged"},
     ),
-    "loop/pictures.py Vision.checked_prompts 1": ("grpo", {"model_name_or_path": "vision", "dataset_name": "torn.parquet"}),
-    "loop/pictures.py Vision._report_changed 1": (
+    "extensions/images/vision.py Vision.checked_prompts 1": ("grpo", {"model_name_or_path": "vision", "dataset_name": "torn.parquet"}),
+    "extensions/images/vision.py Vision._report_changed 1": (
         "sft", {"model_name_or_path": "vision", "dataset_name": "many.parquet", "max_length": 128},
     ),
-    "loop/pictures.py _alike 1": (
+    "extensions/images/vision.py _alike 1": (
         "distillation",
         {**SAMPLED, "model_name_or_path": "vision", "teacher_model_name_or_path": "vision-smaller", "dataset_name": "prompts.parquet"},
     ),
@@ -301,7 +301,7 @@ REFUSED: dict[str, Refused] = {
     "trainers/distillation.py DistillationTrainer.check_vocabularies 1": (
         "distillation", {**SAMPLED, "teacher_model_init_kwargs": {"vocab_size": 64, "ignore_mismatched_sizes": True}},
     ),
-    "trainers/distillation.py DistillationTrainer.show_pictures 1": (
+    "extensions/images/vision.py Vision.show_teacher 1": (
         "distillation", {**SAMPLED, "model_name_or_path": "vision", "dataset_name": "prompts.parquet"},
     ),
     "trainers/distillation.py DistillationTrainer.teacher_number 1": ("distillation", {**SAMPLED, **TWO, "rows": "teachers"}),
@@ -312,11 +312,11 @@ REFUSED: dict[str, Refused] = {
     "trainers/preference.py PreferenceTrainer.prepare 2": (
         "dpo", {"model_name_or_path": "vision", "dataset_name": "pairs.parquet", "max_prompt_length": 8},
     ),
-    "trainers/sft.py SFTTrainer._refuse_with_images 1": (
+    "extensions/images/vision.py Vision._refuse_options 1": (
         "sft",
         {"model_name_or_path": "vision", "dataset_name": "answers.parquet", "dataset_kwargs": {"skip_prepare_dataset": True}},
     ),
-    "trainers/sft.py SFTTrainer._refuse_with_images 2": (
+    "extensions/images/vision.py Vision._refuse_options 2": (
         "sft", {"model_name_or_path": "vision", "dataset_name": "answers.parquet", "packing": True, "packing_strategy": "wrapped"},
     ),
 }  # fmt: skip
@@ -351,11 +351,12 @@ NO_CONFIG: dict[str, str] = {
     "loop/checkpoint.py GracefulInterrupt": WHILE,
     "loop/checkpoint.py without_signals": WHILE,
     "loop/dynamic_sampling.py DynamicSampler._put": PROCESSES,
+    "loop/media.py Media": "a method that only runs with images call, whose class overrides it",
     "loop/passes.py run_again": "raises the error of a pass again",
-    "loop/pictures.py Vision.__init__ 1": PYTHON
+    "extensions/images/vision.py Vision.__init__ 1": PYTHON
     + ": images of tools or environments need a processor as processing_class",
-    "loop/pictures.py Vision.look_at": "an overridden method",
-    "loop/pictures.py _processor_of": PYTHON + ": processing_class",
+    "extensions/images/vision.py Vision.look_at": "an overridden method",
+    "extensions/images/vision.py _processor_of": PYTHON + ": processing_class",
     "loop/prompts.py empty_prompts 1": "cli/train.py refuses a command that has neither data nor an environment",
     "loop/prompts.py empty_prompts 2": PYTHON + ": several environments by name",
     "loop/reward_watch.py RewardWatch._log": WHILE,

@@ -6,8 +6,8 @@ import torch
 
 import posttrain as pt
 from posttrain.errors import ConfigError, DataError
+from posttrain.extensions.images.processors import PictureProcessor
 from posttrain.models.heads import picture_encoder
-from posttrain.pictures.processors import PictureProcessor
 from tests.conftest import build_model
 from tests.methods.helpers import losses
 from tests.methods.test_vision_online import beginning, prompts

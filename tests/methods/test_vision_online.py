@@ -17,11 +17,11 @@ from posttrain import (
     RLOOTrainer,
 )
 from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.extensions.images.rows import exchanged
 from posttrain.loop.rollout import rollout_step, sample, settings_of
 from posttrain.loop.scoring import completion_rows
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import picture_encoder
-from posttrain.pictures.rows import exchanged
 from posttrain.types import Row
 from tests.methods.test_vision_trainers import png, torn, user
 from tests.vision_families import build, noise
@@ -262,7 +262,7 @@ def test_a_typed_placeholder_stays_text_and_is_counted(tmp_path):
 
 
 def test_a_typed_placeholder_that_cannot_stay_text_is_refused_by_row(tmp_path, monkeypatch):
-    from posttrain.pictures.processors import PictureProcessor
+    from posttrain.extensions.images.processors import PictureProcessor
 
     monkeypatch.setattr(PictureProcessor, "escapes", False)
     dataset = datasets.concatenate_datasets([prompts(), prompts([(84, 56, 9)], text="an <image> here?")])

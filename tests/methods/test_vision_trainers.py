@@ -17,11 +17,11 @@ from tokenizers.processors import TemplateProcessing
 from posttrain import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from posttrain.data.forest import to_rows
 from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.extensions.images.encoder import tower_parameters
+from posttrain.extensions.images.picture import read_picture
 from posttrain.extensions.page.build import render
 from posttrain.extensions.page.run import read_run
 from posttrain.models.heads import picture_encoder
-from posttrain.models.vision import tower_parameters
-from posttrain.pictures.picture import read_picture
 from tests.vision_families import build, noise
 
 FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "idefics3", "glm4v", "ovis2")
@@ -321,7 +321,7 @@ def test_text_rows_alone_train_no_parameter_of_the_tower(tmp_path):
 
 
 def test_a_run_saves_its_processor(tmp_path):
-    from posttrain.pictures.processors import load_processor
+    from posttrain.extensions.images.processors import load_processor
 
     model, processor = build("llava")
     args = SFTConfig(str(tmp_path), gradient_checkpointing=False, save_steps=1, **QUICK)

@@ -1,5 +1,6 @@
 """Estimates of memory against counts made another way, and against what processes really took."""
 
+import functools
 import json
 import os
 import subprocess
@@ -292,18 +293,18 @@ def test_estimates_of_a_real_model_are_within_a_fifth(case):
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
 def test_the_tower_and_its_pixels_are_counted(name):
-    from posttrain.pictures.picture import read_picture
-    from posttrain.pictures.processors import PictureProcessor
+    from posttrain.extensions.images.picture import read_picture
+    from posttrain.extensions.images.processors import PictureProcessor
     from tests.vision_families import build, noise
 
     model, processor = build(name)
     reader = PictureProcessor(processor)
-    held = (reader, [read_picture(noise(84, 56))])
+    held = functools.partial(reader.shapes, [read_picture(noise(84, 56))])
     known = {"lengths": Lengths(40, 8), "device": "cpu"}
     options = {"gradient_checkpointing": False, "max_length": None}
     text, own = estimate_memory(planned(SFTTrainer, args(**options), model.config, **known)), {}
     for choice in ("auto", True, "tower"):
-        work = planned(SFTTrainer, args(freeze_vision=choice, **options), model.config, pictures=held, **known)
+        work = planned(SFTTrainer, args(freeze_vision=choice, **options), model.config, pixels=held, **known)
         own[choice] = estimate_memory(work)
     weights = sum(p.numel() for p in model.parameters())
     assert own["auto"].parameters == own["auto"].trainable == weights

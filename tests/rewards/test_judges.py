@@ -5,7 +5,7 @@ from PIL import Image
 
 from posttrain import ConfigError, RewardError
 from posttrain.errors import ArgumentTypeError
-from posttrain.pictures.picture import read_picture
+from posttrain.extensions.images.picture import read_picture
 from posttrain.rewards.judges import (
     BaseBinaryJudge,
     BasePairwiseJudge,

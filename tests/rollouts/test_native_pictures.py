@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from posttrain.errors import RolloutError
-from posttrain.models.vision import install_pictures
+from posttrain.extensions.images.encoder import install_pictures
 from posttrain.rollouts.engines import choose_engine
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine, logp_gaps, native_is_exact
 from posttrain.types import Request, Sampling
-from tests.models.test_vision import pictures
+from tests.extensions.images.test_encoder import pictures
 from tests.vision_families import NAMES, build
 from tests.wordings import raises
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
+from posttrain.extensions.images.encoder import install_pictures
 from posttrain.models.forward import plain_logps
-from posttrain.models.vision import install_pictures
 from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.engines import IN_WORKERS, create_engine
 from posttrain.rollouts.shared_weights import as_dtype, copy_into, read_weights

@@ -30,12 +30,12 @@ from posttrain.extensions.asynchronous.engine import (
 from posttrain.extensions.asynchronous.processes import GroupResult
 from posttrain.extensions.asynchronous.samples import GroupTask, RolloutSample, Trajectory
 from posttrain.extensions.asynchronous.worker import Link
+from posttrain.extensions.images.picture import without_pictures
+from posttrain.extensions.images.processors import PictureProcessor
+from posttrain.extensions.images.rows import opened, picture_prompt
 from posttrain.loop.scoring import reward_runner, score_rollouts
 from posttrain.losses.advantages import MOST_ADVANTAGE
 from posttrain.methods.base import Method
-from posttrain.pictures.picture import without_pictures
-from posttrain.pictures.processors import PictureProcessor
-from posttrain.pictures.rows import opened, picture_prompt
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch, decoded, sampled_logps, shared_requests
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup

@@ -25,6 +25,7 @@ from posttrain.extensions.asynchronous.ledger import DROP_REASONS, DropWatch, Le
 from posttrain.extensions.asynchronous.processes import PoolSettings, WorkerPool
 from posttrain.extensions.asynchronous.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
 from posttrain.extensions.asynchronous.worker import ActiveClock
+from posttrain.extensions.images.processors import PictureProcessor
 from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.scoring import (
     completion_lengths,
@@ -38,7 +39,6 @@ from posttrain.loop.weight_sync import WeightSync, whole_update
 from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
 from posttrain.models.heads import causal_lm
-from posttrain.pictures.processors import PictureProcessor
 from posttrain.rewards.runner import RewardRunner, RewardTable, unscorable
 from posttrain.rollouts.base import WeightTransfer
 from posttrain.rollouts.batch import (

@@ -85,11 +85,11 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     args, model_args, config = subject.config, subject.model_args, subject.model_config
     processes, stage = launched(subject.launch) if subject.launch else (1, 0)
     notes = [f"this is one of {processes} processes."] if processes > 1 else []
-    lengths, pictures = _lengths(subject, given, notes)
+    lengths, pixels = _lengths(subject, given, notes)
     device = "cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu"
     settings = {
         "lengths": lengths, "peft_config": get_peft_config(model_args), "parts": _parts(subject, notes),
-        "device": device, "process": in_use("cpu") if device == "cpu" else 0, "pictures": pictures,
+        "device": device, "process": in_use("cpu") if device == "cpu" else 0, "pixels": pixels,
         "processes": max(processes, int(args.world_size)), "zero_stage": stage,
     }  # fmt: skip
     work = plan(subject.method, config, **settings)
@@ -186,10 +186,10 @@ def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
 
 
 def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list[str]) -> tuple[Lengths, Any]:
-    """Return the maximum lengths, from the arguments, the data or the config. Also return the images of the row with
-    the most image tokens.
+    """Return the maximum lengths, from the arguments, the data or the config. Also return a function that prepares the images
+    of the row with the most image tokens; see `posttrain.checks.memory.plan`.
     """
-    from posttrain.checks.memory import Lengths, assumed_lengths, longest_of, sampled_pictures
+    from posttrain.checks.memory import Lengths, assumed_lengths, longest_of
 
     prompt, completion = given
     known = assumed_lengths(subject.method.traits, subject.config)
@@ -202,13 +202,14 @@ def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list
             f"the data was not read ({_short(error)}). Fix: pass the lengths with --prompt_tokens and --completion_tokens."
         )
         return known, None
-    pictures = sampled_pictures(vision, rows) if vision else None
-    if pictures:
-        sizes = ", ".join(f"{picture.size[0]}x{picture.size[1]}" for picture in pictures[1])
-        notes.append(
-            f"images of the row with the most image tokens: {sizes}; freeze_vision={subject.config.freeze_vision}."
-        )
-    return longest_of(rows, subject.method.traits, subject.config), pictures
+    if vision:
+        from posttrain.extensions.images.vision import largest_pictures
+
+        if sizes := ", ".join(f"{picture.size[0]}x{picture.size[1]}" for picture in largest_pictures(rows)):
+            notes.append(
+                f"images of the row with the most image tokens: {sizes}; freeze_vision={subject.config.freeze_vision}."
+            )
+    return longest_of(rows, subject.method.traits, subject.config), vision and vision.pixels(rows)
 
 
 def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:

@@ -15,7 +15,7 @@ from posttrain.data.forest import sequences
 from posttrain.errors import ConfigError
 from posttrain.extensions.experimental.distillation_methods import OF_BUFFER
 from posttrain.fields import NonNegativeFloat, PositiveFloat, config, option
-from posttrain.loop.pictures import Vision
+from posttrain.loop.media import media_of
 from posttrain.methods.distillation.config import Axes, logit_width, preset
 from posttrain.methods.distillation.gkd import GKDConfig
 from posttrain.methods.distillation.objective import AlignedComparison, Distillation
@@ -268,7 +268,7 @@ class GOLDTrainer(DistillationTrainer):
         of = args.teacher_tokenizer_name_or_path
         known = of or teacher_id(teacher, args)
         if args.use_uld_loss and self.vision.images:
-            self.teacher_vision = Vision(args, tokenizer, known, (self.train_dataset,), takes=True)
+            self.teacher_vision = media_of(args, tokenizer, known, (self.train_dataset,), takes=True)
             tokenizer = self.teacher_vision.processor
         elif tokenizer is None and of is not None:
             tokenizer = load.load_tokenizer(of, trust_remote_code=args.trust_remote_code)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from posttrain.checks.rows import TokenSequence, quantiles, sequences_of
 from posttrain.errors import DataError
-from posttrain.pictures.picture import Picture
+from posttrain.extensions.images.picture import Picture
 from posttrain.report.templates import environment
 from posttrain.types import Finding, Row
 from posttrain.values import visible

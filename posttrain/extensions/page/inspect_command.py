@@ -149,7 +149,7 @@ def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
 
     Args:
         summary: Summary of rows with images.
-        processor: A `posttrain.pictures.processors.PictureProcessor`.
+        processor: A `posttrain.extensions.images.processors.PictureProcessor`.
 
     Raises:
         DataError: No shown row has an image.

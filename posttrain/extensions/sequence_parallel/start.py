@@ -21,9 +21,8 @@ from posttrain.models import token_split
 from posttrain.models.architecture import attention_name, query_heads
 from posttrain.models.attention import MASKABLE, coarsest_dtype
 from posttrain.models.forward import forward
-from posttrain.models.heads import causal_lm, evaluating
+from posttrain.models.heads import causal_lm, evaluating, picture_encoder
 from posttrain.models.probe import TOLERANCE, disagreement, random_prompts
-from posttrain.models.vision import picture_encoder, probe_rows
 from posttrain.types import Batch, ModelOutputs, Row
 
 if TYPE_CHECKING:
@@ -194,7 +193,9 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
     config: Any = causal_lm(model).config
     first, second, third = random_prompts(config.get_text_config().vocab_size, (2 * size + 3, 7, 5))
     row = Row(first, [second, third], [[1] * 7, [1] * 5])
-    batches = collate([row, *probe_rows(causal_lm(model))], pad_token_id=0, layout=layout, whole_rows=True)
+    encoder = picture_encoder(model)
+    pictured = [] if encoder is None else encoder.probe_rows()
+    batches = collate([row, *pictured], pad_token_id=0, layout=layout, whole_rows=True)
     scored = "Classification" in type(causal_lm(model)).__name__
     needs = frozenset({"scores"}) if scored else frozenset({"logp"})
     split, results = token_split.active(), []

@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from posttrain.data.chat import terminal_token_ids
 from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, RolloutError, WeightSyncError
+from posttrain.extensions.images.picture import Placed, read_picture
 from posttrain.extensions.serve.config import ServeConfig
 from posttrain.extensions.serve.engine import NOT_WHOLE, Job, ServedEngine
 from posttrain.extensions.server.bodies import first_errors, read_json
@@ -31,7 +32,6 @@ from posttrain.models.architecture import context_length
 from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
 from posttrain.models.probe import probe_head
-from posttrain.pictures.picture import Placed, read_picture
 from posttrain.rollouts.adapters import TENSORS, read_adapter
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.native.requests import check_requests
@@ -603,8 +603,8 @@ def _let_hold_pictures(model: nn.Module, path: str, options: dict[str, Any]) -> 
     """Enable images in prompts if the model has a vision tower and its processor is supported. Otherwise log why not."""
     if not has_tower(model):
         return
-    from posttrain.models.vision import install_pictures
-    from posttrain.pictures.processors import load_processor
+    from posttrain.extensions.images.encoder import install_pictures
+    from posttrain.extensions.images.processors import load_processor
 
     try:
         install_pictures(model, load_processor(path, **options))

@@ -52,7 +52,7 @@ from posttrain.types import Request
 if TYPE_CHECKING:
     import torch
 
-    from posttrain.pictures.processors import PictureProcessor
+    from posttrain.extensions.images.processors import PictureProcessor
 
 logger = logging.getLogger(__name__)
 

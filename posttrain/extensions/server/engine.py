@@ -36,8 +36,8 @@ from posttrain.types import Finding, Request, Rollout, Sampling
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from posttrain.extensions.images.processors import PictureProcessor
     from posttrain.methods.config import PostTrainingConfig
-    from posttrain.pictures.processors import PictureProcessor
 
 logger = logging.getLogger(__name__)
 

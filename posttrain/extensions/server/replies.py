@@ -14,7 +14,7 @@ from posttrain.rollouts.sampling import reshapes
 from posttrain.types import NEVER, Request, Rollout, Sampling
 
 if TYPE_CHECKING:
-    from posttrain.pictures.processors import PictureProcessor
+    from posttrain.extensions.images.processors import PictureProcessor
 
 # Environment variable with the API token. A command-line argument would be visible in the list of processes.
 API_KEY_VARIABLE = "POSTTRAIN_API_KEY"

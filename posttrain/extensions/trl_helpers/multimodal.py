@@ -15,11 +15,11 @@ from torch import Tensor
 
 from posttrain.data.formats import naming
 from posttrain.errors import ConfigError, DataError
+from posttrain.extensions.images.picture import Picture, read_picture
+from posttrain.extensions.images.processors import PictureProcessor
+from posttrain.extensions.images.rows import row_segments, spoken_segments
 from posttrain.extensions.trl_helpers.collators import IGNORED, Collator, Example, label_of, pad_ids
 from posttrain.extensions.trl_helpers.tensors import pad
-from posttrain.pictures.picture import Picture, read_picture
-from posttrain.pictures.processors import PictureProcessor
-from posttrain.pictures.rows import row_segments, spoken_segments
 from posttrain.values import strip_none
 
 

@@ -20,7 +20,6 @@ from posttrain.extensions.server.tokens import write_token
 from posttrain.integrations import require
 from posttrain.integrations.machine import port_is_free
 from posttrain.models.heads import causal_lm, picture_encoder
-from posttrain.models.vision import probe_rows
 from posttrain.redaction import hide_secrets
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, refuse_virtual_tokens
@@ -342,7 +341,7 @@ class VLLMEngine(RolloutEngine):
         Raises:
             RolloutError: vLLM's processor creates a different number of placeholders (PT-G016).
         """
-        rows = probe_rows(model)
+        rows = self.encoder.probe_rows()
         self.generate([Request(row.prompt_ids, pictures=row.pictures[0]) for row in rows], Sampling(1, temperature=0.0))
 
     def _prompt(self, request: Request) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain import plugins
 from posttrain.data.formats import is_conversational
-from posttrain.errors import ArgumentTypeError, ConfigError, ModelError, RolloutError
-from posttrain.pictures.processors import PictureProcessor
+from posttrain.errors import ArgumentTypeError, ConfigError, RolloutError
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import decoded
 from posttrain.rollouts.episodes.environments import EnvironmentPool
@@ -22,6 +21,7 @@ from posttrain.types import Rollout, Sampling
 from posttrain.values import given_truth, listed, scalar, token_ids, token_logps
 
 if TYPE_CHECKING:
+    from posttrain.extensions.images.processors import PictureProcessor
     from posttrain.methods.config import PostTrainingConfig
     from posttrain.types import Tokenizer
 
@@ -167,14 +167,10 @@ class EpisodeDriver:
                 prompts or images. Bidirectional attention would change the hidden states of a turn when the turn
                 becomes part of the next prompt.
         """
-        if reader is not None and not reader.family.several_turns:
-            raise ModelError(
-                f"{type(reader.processor).__name__}: this model uses bidirectional attention within prompts or "
-                "towards images, so the text of a turn would be computed differently in the next turn. Fix: use "
-                "prompts of one turn, or a model of another family."
-            )
+        if reader is not None:
+            reader.check_turns()
         self.reader = reader
-        self.runner.background = None if reader is None else reader.background
+        self.runner.observed = None if reader is None else reader.observed
         schema, template = [getattr(tokenizer, f"response_{x}", None) for x in ("schema", "template")]
         if self.calls_tools and schema is not None and template is None:
             names = [one.frame.f_globals["__name__"] for one in inspect.stack(0)]

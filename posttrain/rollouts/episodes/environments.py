@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import ConfigError, DataError, RolloutError, did_you_mean
-from posttrain.pictures.picture import Background, observed_blocks
-from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner, TooSlow, shows_images, tool_schema
+from posttrain.rollouts.episodes.toolbox import Observe, ToolBox, ToolRunner, TooSlow, shows_images, tool_schema
 from posttrain.values import BadValue, given_number, given_truth
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Observed(list):
 
 
 def add_observation(
-    prompt: list[dict[str, Any]], observation: Any, where: str, background: Background | None = None
+    prompt: list[dict[str, Any]], observation: Any, where: str, observed: Observe | None = None
 ) -> list[dict[str, Any]]:
     """Append an observation that ``reset`` returned to the last message of a prompt. Return the new prompt.
 
@@ -82,17 +81,16 @@ def add_observation(
         prompt: Prompt of the dataset. It is not changed.
         observation: None, text, a list of content blocks, or a PIL image.
         where: Description of environment and row for error messages.
-        background: Color behind transparent pixels of images. None: the model supports only text.
+        observed: Function that converts images to content blocks. None: the model supports only text.
 
     Raises:
         RolloutError: The observation has an unsupported type, or contains images for a model that supports only text.
     """
     if observation is None:
         return prompt
-    if background is not None and shows_images(observation):
-        content = observation if isinstance(observation, list) else [{"type": "image", "image": observation}]
+    if observed is not None and shows_images(observation):
         try:
-            return Observed(prompt, observed_blocks(content, where, background))
+            return Observed(prompt, observed(observation, where))
         except DataError as error:
             raise RolloutError(f"{where}: the result of reset cannot be rendered: {error}") from error
     blocks = [{"type": "text", "text": observation}] if isinstance(observation, str) else observation
@@ -197,7 +195,7 @@ class EnvironmentPool:
             try:
                 environment, seen = self._reset(kind, environment, dict(row), seeds[index], index)
                 where = f"{_label(kind)}, row {index}"
-                prompt = add_observation(_prompt(row, index), seen, where, self.runner.background)
+                prompt = add_observation(_prompt(row, index), seen, where, self.runner.observed)
                 return environment, {**row, "prompt": prompt}, prompt
             except (DataError, RolloutError) as error:
                 self._drop(kind, environment)

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from posttrain import plugins
 from posttrain.data.chat import inner_tokenizer, terminal_token_ids, tokenize_prompts
 from posttrain.data.responses import parse_response
 from posttrain.errors import DataError, RolloutError
-from posttrain.pictures.picture import Placed, conversation_pictures, filled
-from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.batch import shared_requests
 from posttrain.rollouts.episodes.environments import is_done
@@ -21,6 +20,7 @@ from posttrain.rollouts.episodes.toolbox import ToolBox, ToolResult, ToolRunner
 from posttrain.types import FinishReason, Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
+    from posttrain.extensions.images.processors import PictureProcessor
     from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Episode:
     finish_reason: FinishReason = "stop"
     version: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
-    shown: list[Placed] = field(default_factory=list)
+    shown: list[Any] = field(default_factory=list)
     masked: bool = False
     escaped: int = 0
     calls: int = 0
@@ -318,8 +318,7 @@ def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     if all(isinstance(message["content"], str) for message in messages):
         return messages
-    blocks, pictures = conversation_pictures(messages)
-    return filled(blocks, [picture.opened() for picture in pictures])
+    return plugins.module("extensions.images.picture").with_opened(messages)
 
 
 def turn_spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from posttrain import plugins
 from posttrain.data.chat import (
     common_prefix,
     encode,
@@ -25,14 +26,12 @@ from posttrain.data.templates import (
     supports_tool_calling,
 )
 from posttrain.errors import ModelError
-from posttrain.pictures.picture import Picture, conversation_pictures
-from posttrain.pictures.processors import PictureProcessor
-from posttrain.pictures.rows import picture_prompts
 from posttrain.rollouts.episodes.environments import Observed
 from posttrain.types import Prompt
 from posttrain.values import strip_none
 
 if TYPE_CHECKING:
+    from posttrain.extensions.images.processors import PictureProcessor
     from posttrain.types import Tokenizer
 
 
@@ -137,7 +136,8 @@ def tokenize_observed(
             {**row, "prompt": row["prompt"].through(plain.hide)} if isinstance(row["prompt"], Observed) else row
             for row in rows
         ]
-        return picture_prompts(reader, hidden, chat_template_kwargs or {}, plain.ids)
+        images = plugins.module("extensions.images.rows")
+        return images.picture_prompts(reader, hidden, chat_template_kwargs or {}, plain.ids)
     prompts = tokenize_prompts(rows, tokenizer, chat_template_kwargs=chat_template_kwargs)
     observed = [i for i, row in enumerate(rows) if isinstance(row["prompt"], Observed)]
     plain = PlainText(tokenizer) if observed else None
@@ -216,15 +216,12 @@ class ToolSuffix:
             content = [{**b, "text": hide(b["text"])} if b["type"] == "text" else b for b in content]
         return {**message, "name": hide(message["name"], drop=True), "content": content}
 
-    def _rendered(self, messages: list[dict[str, Any]], **how: Any) -> tuple[str, list[int], list[Picture]]:
+    def _rendered(self, messages: list[dict[str, Any]], **how: Any) -> tuple[str, list[int], list[Any]]:
         """Render messages, and return their text, token ids and images."""
         if self.reader is None:
             text = render(self.tokenizer, messages, **how, **self.template_kwargs)
             return text, self.text.ids(text), []
-        blocks, shown = conversation_pictures(messages)
-        text = self.reader.render(blocks, **how, **self.template_kwargs)
-        pictures = [self.reader.fitted(picture) for picture in shown]
-        return text, self.reader.encode(text, pictures, ids_of=self.text.ids)[0], pictures
+        return self.reader.conversation(messages, self.text.ids, **how, **self.template_kwargs)
 
     def plain(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens at its ends."""

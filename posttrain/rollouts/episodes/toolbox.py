@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from transformers.utils import get_json_schema
 
-from posttrain.data.formats import PICTURE_BLOCKS
+from posttrain.data.formats import PICTURE_BLOCKS, is_image
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.pictures.picture import Background, is_image, observed_blocks
 from posttrain.values import BadValue
 
 T = TypeVar("T")
+Observe = Callable[[Any, str], list[dict[str, Any]]]
 # Maximum number of characters of a tool result. Longer results would take long to tokenize, and fit into no model's context.
 LONGEST = 1_000_000
 # Number of seconds after a timeout within which the event loop must report it. Otherwise, a function blocks the event loop.
@@ -280,12 +280,13 @@ class ToolRunner:
         timeout: Maximum number of seconds of a call. None: no limit.
 
     Attributes:
-        background: Color behind transparent pixels of returned images. None: the model supports only text.
+        observed: Function that converts returned images to content blocks. Its arguments are the result and a description of
+            its origin. None: the model supports only text.
     """
 
     def __init__(self, workers: int | None = None, timeout: float | None = 60.0) -> None:
         self.workers, self.timeout = workers, timeout
-        self.background: Background | None = None
+        self.observed: Observe | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
@@ -367,9 +368,8 @@ class ToolRunner:
             value, kind = wait(), box.declared(call).get("return") or {}
             if value is None and kind.get("type") not in (None, "null") and not kind.get("nullable"):
                 raise WrongValue(f"the tool returned nothing, but its declared type is {kind['type']}")
-            if self.background is not None and shows_images(value):
-                content = value if isinstance(value, list) else [{"type": "image", "image": value}]
-                return ToolResult("", blocks=observed_blocks(content, "a tool's result", self.background))
+            if self.observed is not None and shows_images(value):
+                return ToolResult("", blocks=self.observed(value, "a tool's result"))
             return ToolResult(as_text(value))
         except BadValue:
             raise

@@ -22,7 +22,6 @@ from posttrain.models.heads import LogitRule, causal_lm, evaluating, picture_enc
 from posttrain.models.logprob import HAS_ONEDNN
 from posttrain.models.probe import probe_cases, probe_key, random_prompts, steady_disagreement
 from posttrain.models.recurrent import table as recurrent
-from posttrain.models.vision import probe_rows
 from posttrain.rollouts.base import Capabilities, RolloutEngine, refuse_virtual_tokens
 from posttrain.rollouts.native.attention import plugged_in
 from posttrain.rollouts.native.layers import (
@@ -355,7 +354,7 @@ def _compare(model: nn.Module) -> str | None:
     for longest, context in probe_cases(model):
         prompts = random_prompts(vocabulary, (longest, 3))
         requests = [Request([0 if token in never else token for token in p], 2) for p in prompts]
-        pictured = [] if encoder is None else probe_rows(inner)
+        pictured = [] if encoder is None else encoder.probe_rows()
         requests += [Request(row.prompt_ids, 2, pictures=row.pictures[0]) for row in pictured]
         with context:
             with evaluating(model), own_precision(model):

@@ -11,8 +11,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from posttrain import plugins
+from posttrain.models.heads import PassInputs
 from posttrain.models.recurrent.states import States
-from posttrain.models.vision import VisionView, prompt_view
 from posttrain.rollouts.native.attention import Block, Fill, Store, one_row
 from posttrain.rollouts.native.sampler import Prompt
 
@@ -331,11 +332,12 @@ class Prefiller:
             self.work = None
             self._finish(work, fill.states, work.done - piece.shape[1])
 
-    def _seen(self, work: PrefillBatch) -> VisionView | None:
+    def _seen(self, work: PrefillBatch) -> PassInputs | None:
         """Return the image inputs of the pass. Either all prompts of a pass have images, or none."""
         if not work.prompts[0].pictures:
             return None
-        return prompt_view(self.engine.model, work.ids, work.block.lengths.tolist(), [p.pictures for p in work.prompts])
+        lengths, pictures = work.block.lengths.tolist(), [prompt.pictures for prompt in work.prompts]
+        return plugins.module("extensions.images.encoder").prompt_view(self.engine.model, work.ids, lengths, pictures)
 
     def _finish(self, work: PrefillBatch, hidden: Tensor, before: int) -> None:
         """Finish a prefill: remove gaps in the block, store the logits of the first sampled tokens, and add prefixes to
@@ -369,7 +371,7 @@ class Prefiller:
         *,
         known: Tensor | None = None,
         room: int = 0,
-        seen: VisionView | None = None,
+        seen: PassInputs | None = None,
     ) -> Fill:
         """Run one forward pass over ``ids (P, width)``. The first token of row p has position ``begin[p]``.
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.models.recurrent.states import States
-from posttrain.models.vision import text_offset
 from posttrain.rollouts.native.attention import Block, Group, Store, one_row
 from posttrain.rollouts.native.layers import PACK_FROM, PACK_STEPS, PACK_TOKENS, Packed
 from posttrain.rollouts.native.prefix_cache import Prefiller, PrefixCache, mark_stems, match
@@ -59,9 +58,8 @@ class Run:
             ids = list(request.prompt_ids)[len(self.shared) :]
             pictures = list(request.pictures)
             key = tuple(ids), tuple(image.picture for image in pictures)
-            prompt = known.setdefault(
-                key, Prompt(len(known), ids, pictures=pictures, offset=text_offset(pictures) if pictures else 0)
-            )
+            offset = sum(image.offset for image in pictures)
+            prompt = known.setdefault(key, Prompt(len(known), ids, pictures=pictures, offset=offset))
             prompt.waiting += request.n
             seeded = own.seed if request.sampling is not None else None
             counted = (seed, number, number) if seeded is None else (seeded, number, 0)

@@ -11,10 +11,10 @@ from accelerate import ParallelismConfig
 from posttrain import BCOTrainer, PPOTrainer, SFTConfig
 from posttrain.data.forest import Layout
 from posttrain.errors import ConfigError, ModelError
+from posttrain.extensions.images.processors import Family
 from posttrain.extensions.sequence_parallel.split import TokenSplit
 from posttrain.extensions.sequence_parallel.start import begin_split, check_heads, parallel_sizes, without_accelerate
 from posttrain.models import token_split
-from posttrain.pictures.processors import Family
 from tests.conftest import build_model
 from tests.methods.helpers import chats, sft
 from tests.ranks import run_ranks

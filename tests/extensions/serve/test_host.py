@@ -14,6 +14,8 @@ from safetensors.torch import save
 
 from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.errors import ConfigError
+from posttrain.extensions.images.encoder import install_pictures
+from posttrain.extensions.images.picture import read_picture
 from posttrain.extensions.serve.config import ServeConfig
 from posttrain.extensions.serve.engine import Job, ServedEngine
 from posttrain.extensions.serve.host import create_app, make_host
@@ -21,8 +23,6 @@ from posttrain.extensions.server.engine import ServerEngine
 from posttrain.extensions.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.loop.rollout import sample
 from posttrain.losses.truncation import truncate
-from posttrain.models.vision import install_pictures
-from posttrain.pictures.picture import read_picture
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.shared_memory import SharedFolder, checksum

@@ -10,10 +10,10 @@ from PIL import Image
 
 from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.errors import BadRequest, RolloutError, RolloutServerError
+from posttrain.extensions.images.encoder import install_pictures
+from posttrain.extensions.images.picture import read_picture
+from posttrain.extensions.images.processors import PictureProcessor
 from posttrain.extensions.server.engine import ServerEngine
-from posttrain.models.vision import install_pictures
-from posttrain.pictures.picture import read_picture
-from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Sampling

@@ -331,7 +331,7 @@ def test_a_tracker_that_is_not_asked_for_gets_nothing_and_one_that_fails_does_no
 
 
 def test_thumbnails_go_to_trackers_as_images_of_their_own_type_and_to_others_not_at_all(monkeypatch):
-    from posttrain.pictures.picture import read_picture
+    from posttrain.extensions.images.picture import read_picture
     from posttrain.report.completions import RolloutTableCallback
     from tests.vision_families import noise
 

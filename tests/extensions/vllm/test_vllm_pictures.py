@@ -22,10 +22,10 @@ if not (is_available("vllm") and is_available("torchvision")):
 
 from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.errors import RolloutError
+from posttrain.extensions.images.picture import read_picture
+from posttrain.extensions.images.processors import PictureProcessor
 from posttrain.extensions.server.engine import ServerEngine
 from posttrain.extensions.vllm.engine import VLLMEngine
-from posttrain.pictures.picture import read_picture
-from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.extensions.vllm import real_vllm as real

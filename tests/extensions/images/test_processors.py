@@ -8,9 +8,9 @@ from PIL import Image
 
 from posttrain.data.chat import is_processor
 from posttrain.errors import DataError, ModelError
+from posttrain.extensions.images.picture import conversation_pictures, read_picture
+from posttrain.extensions.images.processors import PictureProcessor, load_processor
 from posttrain.extensions.page.inspect_command import seen_by_model
-from posttrain.pictures.picture import conversation_pictures, read_picture
-from posttrain.pictures.processors import PictureProcessor, load_processor
 from tests.vision_families import NAMES, UNKNOWN, build, noise
 from tests.wordings import raises
 
@@ -156,8 +156,8 @@ def test_what_cannot_be_loaded_says_why(tmp_path):
 
 def test_a_sequence_is_shown_with_one_piece_a_picture():
     from posttrain.data.formats import shown_pieces, shown_prompt
-    from posttrain.pictures.picture import read_picture
-    from posttrain.pictures.processors import PictureProcessor
+    from posttrain.extensions.images.picture import read_picture
+    from posttrain.extensions.images.processors import PictureProcessor
     from posttrain.types import Row
     from tests.vision_families import build, noise
 

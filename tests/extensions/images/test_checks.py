@@ -8,9 +8,8 @@ import datasets
 import numpy as np
 import pytest
 
-from posttrain.checks import images as checks
 from posttrain.checks.registry import Context
-from posttrain.loop.checks import check_tower_gradients
+from posttrain.extensions.images import checks
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -23,7 +22,7 @@ def png(height, width):
 
 def pictured_row(number, counts, text):
     """A prompt of so many tokens of text, with pictures of so many placeholders."""
-    from posttrain.pictures.picture import Placed, read_picture
+    from posttrain.extensions.images.picture import Placed, read_picture
     from posttrain.types import Row
 
     placed = [Placed(read_picture(png(8, 8)), 0, count) for count in counts]
@@ -146,12 +145,12 @@ def test_a_set_whose_images_are_small_is_told_by_a_trainer(tmp_path):
 def seeing():
     """A tiny LLaVA with its processor, and a batch with a picture."""
     from posttrain.data.forest import Layout, collate
-    from posttrain.models.vision import install_pictures, probe_rows
+    from posttrain.extensions.images.encoder import install_pictures
     from tests.vision_families import build
 
     model, processor = build("llava")
-    install_pictures(model, processor)
-    return model, collate(probe_rows(model), pad_token_id=256, layout=Layout())[0]
+    encoder = install_pictures(model, processor)
+    return model, collate(encoder.probe_rows(), pad_token_id=256, layout=Layout())[0]
 
 
 def test_images_that_do_not_reach_the_model_are_found(seeing):
@@ -172,8 +171,8 @@ def test_images_that_do_not_reach_the_model_are_found(seeing):
 def test_a_trained_tower_without_gradient_is_found(seeing):
     model, _ = seeing
     norms = {name: None if "vision_tower" in name else 1.0 for name, _ in model.named_parameters()}
-    assert check_tower_gradients(norms, model).code == "PT-G012"
-    assert check_tower_gradients(dict.fromkeys(norms, 1.0), model) is None
+    assert checks.check_tower_gradients(norms, model).code == "PT-G012"
+    assert checks.check_tower_gradients(dict.fromkeys(norms, 1.0), model) is None
 
 
 def test_a_reward_that_other_images_give_too_is_found():

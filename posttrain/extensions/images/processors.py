@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from posttrain.errors import DataError, ModelError
-from posttrain.pictures.picture import Background, Picture, Placed, shaded
+from posttrain.extensions.images.picture import (
+    Background,
+    Picture,
+    Placed,
+    conversation_pictures,
+    observed_blocks,
+    shaded,
+)
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -176,6 +183,38 @@ class PictureProcessor:
         added = self.tokenizer.added_tokens_decoder
         named = {token.content: index for index, token in added.items() if CONTROL.search(token.content)}
         return {**named, self.placeholder: int(self.tokenizer.convert_tokens_to_ids(self.placeholder))}
+
+    def check_turns(self) -> None:
+        """Raise an error if a later turn would change earlier turns.
+
+        Raises:
+            ModelError: The model's attention is bidirectional within prompts, or text attends to images by
+                cross-attention.
+        """
+        if not self.family.several_turns:
+            raise ModelError(
+                f"{type(self.processor).__name__}: this model uses bidirectional attention within prompts or "
+                "towards images, so the text of a turn would be computed differently in the next turn. Fix: use "
+                "prompts of one turn, or a model of another family."
+            )
+
+    def observed(self, output: object, where: str) -> list[dict[str, Any]]:
+        """Convert the output of a tool or an environment to content blocks; see `observed_blocks`."""
+        return observed_blocks(output, where, self.background)
+
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], ids_of: Callable[[str], list[int]], **options: Any
+    ) -> tuple[str, list[int], list[Picture]]:
+        """Render messages that contain their images. Return the text, its token ids and the images.
+
+        Args:
+            messages: Messages of a conversation.
+            ids_of: See `encode`.
+            options: Arguments of the chat template.
+        """
+        blocks, shown = conversation_pictures(messages)
+        text, pictures = self.render(blocks, **options), [self.fitted(picture) for picture in shown]
+        return text, self.encode(text, pictures, ids_of=ids_of)[0], pictures
 
     def never(self, vocabulary: int) -> list[int]:
         """Return the ids below ``vocabulary`` that must not be sampled. These are the placeholders and markers of
@@ -484,6 +523,11 @@ class PictureProcessor:
     def join(self, prepared: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Concatenate the tensors of several images for the vision tower, in the given order."""
         return _joined(prepared, tiled=self.family.tiled)
+
+    def shapes(self, pictures: Sequence[Picture], copies: int) -> dict[str, Tensor]:
+        """Return the tensors of several copies of images. Floating-point tensors are created on the meta device."""
+        joined = self.join([self.prepare(picture) for picture in pictures] * copies)
+        return {name: one.to("meta") if one.is_floating_point() else one for name, one in joined.items()}
 
     def plain_inputs(
         self, ids: Tensor, rows: Sequence[Sequence[Picture]], prompt: int | Tensor = 0

@@ -15,8 +15,8 @@ from PIL import Image
 
 from posttrain.data.formats import has_pictures, pictures_of, undecoded
 from posttrain.errors import DataError
-from posttrain.pictures.picture import Placed, conversation_pictures, read_picture, without_pictures
-from posttrain.pictures.rows import stored
+from posttrain.extensions.images.picture import Placed, conversation_pictures, read_picture, without_pictures
+from posttrain.extensions.images.rows import stored
 from tests.vision_families import noise
 from tests.wordings import raises
 
@@ -305,5 +305,5 @@ def test_a_dataset_is_read_without_decoding():
 
 
 def test_importing_the_package_does_not_import_an_image_library():
-    code = "import sys, posttrain, posttrain.pictures.picture, posttrain.pictures.processors; sys.exit('PIL' in sys.modules)"
+    code = "import sys, posttrain, posttrain.extensions.images.picture, posttrain.extensions.images.processors; sys.exit('PIL' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,10 +13,15 @@ import torch
 
 from posttrain.data.forest import Layout, collate, halves, share_prompts, split_by_sequence, to_rows
 from posttrain.errors import ModelError
+from posttrain.extensions.images.encoder import (
+    grid_positions,
+    install_pictures,
+    refuse_skipped_layers,
+    tower_parameters,
+)
+from posttrain.extensions.images.picture import read_picture
 from posttrain.models.forward import forward
 from posttrain.models.probe import probe_layout
-from posttrain.models.vision import grid_positions, install_pictures, refuse_skipped_layers, tower_parameters
-from posttrain.pictures.picture import read_picture
 from posttrain.types import Row
 from tests.vision_families import NAMES, build, noise
 from tests.wordings import raises
@@ -428,7 +433,7 @@ def test_an_unknown_family_that_prepares_two_pictures_otherwise_than_one_is_refu
 @pytest.mark.parametrize("name", NAMES)
 def test_a_forward_method_without_an_argument_for_features_gets_them_as_its_own(name, monkeypatch):
     """As in transformers before 5.18, whose forward methods ignored the unknown argument, and thus the images."""
-    from posttrain.models import vision
+    from posttrain.extensions.images import encoder as vision
 
     monkeypatch.setattr(vision, "_accepts_features", lambda _: False)
     model, processor = build(name)
@@ -458,7 +463,8 @@ def test_a_forward_method_without_an_argument_for_features_gets_them_as_its_own(
 
 @pytest.mark.matrix
 def test_the_probe_of_a_layout_holds_pictures(family, monkeypatch):
-    from posttrain.models import probe, vision
+    from posttrain.extensions.images import encoder as vision
+    from posttrain.models import probe
 
     name, model, _, _ = family
     monkeypatch.setattr(probe, "PROBED", {})

@@ -1,20 +1,19 @@
-"""Training on images: options, tokenized rows with images, and further code that only runs with images need."""
+"""Training on images. `Vision`: tokenized rows and prompts with images. `freeze`, `check_shards`: vision towers."""
 
 from __future__ import annotations
 
 import logging
 import math
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import replace
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Features, List, Value
-from transformers.utils.hub import cached_file
 
+import posttrain.extensions.images.checks  # noqa: F401  # Registers the checks of images.
 from posttrain.data.chat import is_processor, template_text
 from posttrain.data.formats import (
     STREAMED,
@@ -22,28 +21,20 @@ from posttrain.data.formats import (
     first_row,
     get_dataset_column_names,
     read_columns,
-    shows_pictures,
     tokenized,
     undecoded,
 )
 from posttrain.data.packing import LENGTHS
-from posttrain.errors import ConfigError, DataError, ModelError, check_rules
-from posttrain.losses.advantages import weighted_total
-from posttrain.methods.config import PictureConfig
-from posttrain.metrics import Metric, mean
-from posttrain.models.architecture import get_config_model_id
-from posttrain.models.heads import causal_lm, has_tower, picture_encoder
-from posttrain.models.parallel import shards_parameters
-from posttrain.models.vision import (
-    adapter_of_text,
-    frozen_parameters,
+from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.extensions.images.encoder import (
+    freeze_tower,
     install_pictures,
     refuse_skipped_layers,
     tower_parameters,
 )
-from posttrain.pictures.picture import Picture, read_picture, shaded
-from posttrain.pictures.processors import LARGE, PictureProcessor, family_of, load_processor
-from posttrain.pictures.rows import (
+from posttrain.extensions.images.picture import Picture, read_picture, shaded
+from posttrain.extensions.images.processors import LARGE, PictureProcessor, family_of, load_processor
+from posttrain.extensions.images.rows import (
     COUNTERS,
     HINT,
     LOST,
@@ -59,6 +50,14 @@ from posttrain.pictures.rows import (
     row_features,
     side_by_side,
 )
+from posttrain.loop.media import Media
+from posttrain.loop.rollout import settings_of
+from posttrain.loop.scoring import all_rewards
+from posttrain.losses.advantages import weighted_total
+from posttrain.metrics import Metric, mean
+from posttrain.models.architecture import get_config_model_id
+from posttrain.models.heads import causal_lm, has_tower, picture_encoder
+from posttrain.models.parallel import shards_parameters
 from posttrain.rewards.judges import JudgeReward
 from posttrain.rewards.model import ModelReward
 from posttrain.rollouts.batch import RolloutBatch
@@ -67,10 +66,12 @@ from posttrain.types import Prompt, Rollout, Row, Sampling
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from peft import PeftConfig
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import ProcessorMixin
 
+    from posttrain.loop.run import Run
     from posttrain.methods.config import PostTrainingConfig
+    from posttrain.rollouts.base import RolloutEngine
     from posttrain.types import AnyDataset, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -85,33 +86,30 @@ NO_BOS = (
     "the chat template writes no bos token, but the processor adds one to prompts for sampling (GRPO, generate). "
     "Training uses rows without the bos token. Fix: begin the template with {{ bos_token }}."
 )
-NO_IMAGES = "has no effect, because this run reads only text. Fix: remove it"
-# Names of files that a checkpoint of a multimodal model contains in addition to weights and tokenizer files.
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-MAY_LACK = {
-    "_raise_exceptions_for_missing_entries": False,
-    "_raise_exceptions_for_connection_errors": False,
-    "_raise_exceptions_for_gated_repo": False,
-}
 
 
-class Vision:
+def largest_pictures(rows: Sequence[Row]) -> list[Picture]:
+    """Return the images of the row with the most image tokens. The list is empty if no row has images."""
+    placed = [[image for part in row.pictures for image in part] for row in rows]
+    largest = max(placed, key=lambda images: sum(image.count for image in images), default=[])
+    return [image.picture for image in largest]
+
+
+class Vision(Media):
     """Support for images in a trainer. This object has the processor and adds images to rows.
 
     Args:
         args: The trainer's config. The config is a `PictureConfig` if ``takes`` is set.
         processing_class: Argument of the trainer: a tokenizer, a processor or None.
         model_id: Path or Hub id of the model, from which its processor is loaded.
-        sets: Training and evaluation sets as the user passed them.
-        takes: Whether the method can be trained on images. If not, this object does nothing.
+        takes: Whether the method can be trained on images. If not, this object only has the processor.
+        shown: Whether rows of the datasets contain images.
         returned: Whether tools or environments may return images. If so, and if a processor was passed, images are
             supported even if no row has one.
 
     Attributes:
-        images: Whether rows contain images, or tools and environments return them.
-        processor: Processor of `transformers`. None: the run reads only text.
+        processor: Processor of `transformers`.
         reader: `PictureProcessor` that converts images and texts to token ids. None: the run has no images.
-        tokenizer: Tokenizer of the processor, or the tokenizer that the user passed.
 
     Raises:
         DataError: Rows contain images, but the user passed a tokenizer instead of a processor.
@@ -124,22 +122,16 @@ class Vision:
         args: PostTrainingConfig,
         processing_class: Tokenizer,
         model_id: str,
-        sets: Iterable[Any],
         *,
         takes: bool,
+        shown: bool = False,
         returned: bool = False,
     ) -> None:
-        self.args, self.takes, self.tokenizer = args, takes, processing_class
-        if not takes and isinstance(args, PictureConfig):
-            # Do not reject freeze_vision, because it also applies to the vision tower of a model that is trained on text.
-            unread = [option for option in fields(PictureConfig) if option.name != "freeze_vision"]
-            check_rules(
-                args, [(option.name, getattr(args, option.name) == option.default, NO_IMAGES) for option in unread]
-            )
+        super().__init__(args, processing_class, "", takes=takes)
         if returned := takes and returned:
             family = family_of(processing_class)
             returned = family is not None and family.several_turns
-        self.images = returned or (takes and any(map(shows_pictures, sets)))
+        self.images = returned or shown
         if returned and args.check_image_use:
             raise ConfigError(
                 "check_image_use=True samples prompts again with other images, but here tools or environments "
@@ -151,8 +143,7 @@ class Vision:
                 f"chat_template_path={template!r} is a template for the tokenizer, but rows with images are rendered "
                 "with the processor's template. Fix: set processor.chat_template and pass processing_class=processor."
             )
-        self.processor = _processor_of(processing_class, model_id, images=self.images)
-        self.reader = None
+        self.processor = _processor_of(processing_class, model_id)
         if self.images:
             self.reader = PictureProcessor(
                 self.processor,
@@ -162,13 +153,9 @@ class Vision:
                 per_row=args.max_images_per_row,
                 background=args.image_background,
             )
-        if self.processor is not None:
-            self.tokenizer = self.processor.tokenizer
-            self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
-        # A run on text needs no processor. It is loaded only to save the checkpoint's image settings with the trained model.
-        alone = self.processor is None and bool(model_id)
+        self.tokenizer = self.processor.tokenizer
+        self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
         self._counted: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
-        self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
         """Add the images of each example to its row. There is one row per example."""
@@ -182,6 +169,7 @@ class Vision:
         num_proc: int | None = None,
         keep: Sequence[str] = (),
         packs: bool = False,
+        unsupported: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> tuple[Any, PreparationReport]:
         """Tokenize rows. Images are kept as encoded bytes or paths, and are not decoded. Lengths include the tokens of
@@ -193,6 +181,7 @@ class Vision:
             num_proc: Number of processes.
             keep: Columns to keep.
             packs: Whether several rows are later packed, unsplit, into one row of up to ``max_length`` tokens.
+            unsupported: SFT: values of options that prepare rows in another way, by name. They must be empty.
             more: Values of the fields ``branches`` and ``begins`` of `PictureOptions`. The run sets all other fields.
 
         Returns:
@@ -202,7 +191,10 @@ class Vision:
         Raises:
             DataError: A row cannot be read (the message contains its number and the column), more than 0.5 % of the
                 rows are too long, or no row remains.
+            ConfigError: An option in ``unsupported`` is set, or the packing strategy can split an image.
         """
+        if unsupported is not None:
+            self._refuse_options(unsupported)
         first_row(dataset, name, images=True)
         dataset = undecoded(dataset)
         columns = get_dataset_column_names(dataset)
@@ -232,6 +224,20 @@ class Vision:
             about = {"batched": True, "batch_size": PACKED, "remove_columns": columns, "features": kinds}
             kept = kept.map(side_by_side, fn_kwargs={"size": self.args.max_length}, **about)
         return kept, report
+
+    def _refuse_options(self, unsupported: Mapping[str, Any]) -> None:
+        """Reject options that rows with images do not support."""
+        args, named = self.args, [name for name, value in unsupported.items() if value]
+        if named:
+            raise ConfigError(
+                f"{named} is not supported for rows with images, which the trainer prepares itself. Fix: remove it, "
+                "and use the columns 'messages', or 'prompt' and 'completion'."
+            )
+        if (args.packing or args.eval_packing) and args.packing_strategy != "bfd":
+            raise ConfigError(
+                f"packing_strategy={args.packing_strategy!r} can split rows inside an image. Fix: use packing_strategy='bfd', "
+                "which does not split rows."
+            )
 
     def _report_changed(self, mapped: Any, counts: Mapping[str, Any], report: PreparationReport) -> None:
         """Warn about rows that were changed. Raise an error if too many rows were dropped."""
@@ -319,7 +325,14 @@ class Vision:
                 raise DataError(f"{name} row {index}: {error}") from error
         return dataset
 
-    def check_engine(self, engine: Any, rewards: Sequence[Any]) -> Any:
+    def pixels(self, rows: Sequence[Row]) -> Callable[[int], dict[str, Tensor]] | None:
+        """Return a function that prepares the images of the row with the most image tokens, N times. None: no row has
+        images.
+        """
+        largest = largest_pictures(rows)
+        return partial(self.reader.shapes, largest) if largest else None
+
+    def check_engine(self, engine: RolloutEngine, rewards: Sequence[Any]) -> Any:
         """Check that the engine and the reward functions support images if the rows contain images. Return the engine.
 
         Raises:
@@ -351,6 +364,15 @@ class Vision:
         vocabulary = model.config.get_text_config().vocab_size
         never = tuple((token, -math.inf) for token in self.reader.never(vocabulary))
         return replace(settings, logit_bias=(*settings.logit_bias, *never))
+
+    def sampled(self, run: Run, batch: RolloutBatch, mode: str) -> RolloutBatch:
+        """Prepare completions of rows with images. Images are opened for reward functions. A completion that contains a
+        sampled image placeholder is excluded from the loss.
+        """
+        rollouts, masked, metrics = self.look_at(batch.rollouts, batch.examples, run.model, run.pad_token_id)
+        run.log(metrics, mode)
+        examples = self.opened(batch.examples)
+        return replace(batch, examples=examples, rollouts=rollouts, left_out=batch.left_out | masked)
 
     def look_at(
         self, rollouts: Sequence[Rollout], examples: Sequence[Mapping[str, Any]], model: nn.Module, pad_token_id: int
@@ -403,22 +425,16 @@ class Vision:
             },
         )
 
-    def control(
-        self, examples: list[dict[str, Any]], size: int, roll_out: Callable[..., Any], score: Callable[..., Any]
-    ) -> dict[str, Metric]:
-        """Return the mean reward of completions that are sampled with the images of other rows. The option
+    def exchanged_reward(self, run: Run, examples: list[dict[str, Any]]) -> dict[str, Metric]:
+        """Return the mean reward of completions that are sampled with the images of other prompts. The option
         ``check_image_use`` logs it.
-
-        Args:
-            examples: Groups of ``size`` consecutive examples.
-            size: Number of rows (completions) per prompt.
-            roll_out: Function that maps examples and a mode to rollouts and completions.
-            score: Function that maps a rollout batch to the rewards of all ranks.
         """
-        if not self.images or not self.args.check_image_use:
+        if not self.args.check_image_use:
             return {}
-        rollouts, completions = roll_out(exchanged(examples, size), "eval")
-        table = score(RolloutBatch(self.opened(examples), rollouts, completions))
+        size = run.online.prompts.group_size("eval")
+        batch = run.online.sample(exchanged(examples, size), settings_of(run, "eval"))
+        batch = RolloutBatch(self.opened(examples), batch.rollouts, batch.completions, group_size=size)
+        table = all_rewards(run, run.online.rewards, batch, training=False)
         totals = weighted_total(table.values, table.weights)
         return {"images/exchanged_reward": mean(totals, ~totals.isnan())}
 
@@ -433,22 +449,9 @@ class Vision:
         Returns:
             The adapter's config. Names of target modules that also match the vision tower are replaced by full paths.
         """
-        if not self.takes or not has_tower(model):
-            return peft_config
-        inner: Any = causal_lm(model)
-        if self.images:
-            install_pictures(inner, self.processor, cache_bytes=int(self.args.image_cache_gb * 2**30))
-        choice = self.args.freeze_vision
-        peft_config = adapter_of_text(inner, peft_config, choice)
-        frozen, tower = frozen_parameters(inner, choice, images=self.images), tower_parameters(inner)
-        for parameter in frozen.values():
-            parameter.requires_grad_(False)
-        count = lambda kept: sum(p.numel() for p in kept) / 1e6  # noqa: E731
-        logger.info(
-            "vision: %.2f of %.2f M parameters are frozen; text: %.2f M.",
-            count(frozen.values()), count(tower.values()), count(inner.parameters()) - count(tower.values()),
-        )  # fmt: skip
-        return peft_config
+        if self.images and has_tower(model):
+            install_pictures(model, self.processor, cache_bytes=int(self.args.image_cache_gb * 2**30))
+        return super().prepare(model, peft_config)
 
     def show(self, model: str | nn.Module, processor: ProcessorMixin | None = None) -> bool:
         """Prepare another model (a teacher or a reference) for the run's images. The images are preprocessed by that
@@ -479,49 +482,98 @@ class Vision:
         install_pictures(model, self.processor if alike else own, cache_bytes=cache)
         return alike
 
-    def check_shards(self, model: nn.Module, accelerator: Accelerator) -> None:
-        """Raise an error if a model with images is sharded, but some processes may have no image in a pass. With DDP,
-        freeze the parameters on which no loss depends.
+    def show_teacher(
+        self, policy: nn.Module, teacher: nn.Module, processor: ProcessorMixin | None, own: Media | None = None
+    ) -> None:
+        """Prepare a teacher to process the student's images with its own vision tower.
 
-        DDP waits for the gradient of every trained parameter. Parameters of the vision tower on which no loss depends
-        never have a gradient, so freezing them does not change training.
+        Images are preprocessed once if student and teacher preprocess them equally.
+
+        Args:
+            policy: The student.
+            teacher: Teacher, without wrappers.
+            processor: Processor of the teacher, or None.
+            own: Object that adds images to the teacher's rows. None: the teacher reads the student's token ids.
+
+        Raises:
+            ConfigError: The teacher is a text model, or its family uses other placeholder ids or pixel values.
         """
-        encoder, inner = picture_encoder(model), causal_lm(model)
-        if encoder is not None:
-            refuse_skipped_layers(model, accelerator)
-        if accelerator.num_processes == 1 or shards_parameters(accelerator) or not has_tower(model):
-            return
-        tower = {name: one for name, one in tower_parameters(inner).items() if one.requires_grad}
-        idle = encoder.unreached(inner) if encoder is not None else set(tower)
-        for name in idle:
-            tower[name].requires_grad_(False)
-        if idle:
-            logger.info(
-                "vision: %d parameters that no loss depends on are frozen, because DDP would wait for their gradients.",
-                len(idle),
+        kinds = [causal_lm(model).config.model_type for model in (policy, teacher)]
+        if not has_tower(teacher) or (own is None and kinds[0] != kinds[1]):
+            raise ConfigError(
+                f"the rows have images, but the teacher is {kinds[1]!r} and cannot process the placeholder ids and "
+                f"pixels of the student, {kinds[0]!r}. Fix: use a teacher of the student's family, or GOLD with "
+                "use_uld_loss=True and a teacher that supports images."
             )
+        if own is not None:
+            install_pictures(teacher, own.processor, cache_bytes=int(self.args.image_cache_gb * 2**30))
+        elif self.show(teacher, processor):
+            encoder = picture_encoder(teacher)
+            assert encoder is not None
+            encoder.next = picture_encoder(policy)
 
     def save(self, folder: str) -> None:
         """Save the processor in the model's folder. The processor's tokenizer is saved separately."""
-        if not self.args.should_save:
-            return
-        if self.processor is not None:
+        if self.args.should_save:
             self.processor.save_pretrained(folder)
-        for path in filter(None, self._settings):
-            if Path(path).parent.resolve() != Path(folder).resolve():
-                shutil.copy(path, folder)
 
 
-def _processor_of(processing_class: Tokenizer, model_id: str, *, images: bool) -> Any:
+def freeze(model: nn.Module, peft_config: PeftConfig | None, choice: object, *, images: bool) -> Any:
+    """Apply ``freeze_vision``: freeze parameters of tower and projector, and log their number.
+
+    Args:
+        model: Loaded model with a vision tower, to which no adapter has been added yet.
+        peft_config: Config of a new adapter, or None.
+        choice: Value of the option ``freeze_vision``.
+        images: Whether rows have images.
+
+    Returns:
+        The adapter's config. Names of target modules that also match the vision tower are replaced by full paths.
+    """
+    inner: Any = causal_lm(model)
+    peft_config, frozen = freeze_tower(inner, peft_config, choice, images=images)
+    tower = tower_parameters(inner)
+    count = lambda kept: sum(p.numel() for p in kept) / 1e6  # noqa: E731
+    logger.info(
+        "vision: %.2f of %.2f M parameters are frozen; text: %.2f M.",
+        count(frozen), count(tower.values()), count(inner.parameters()) - count(tower.values()),
+    )  # fmt: skip
+    return peft_config
+
+
+def check_shards(model: nn.Module, accelerator: Accelerator) -> None:
+    """Raise an error if a model with images is sharded, but some processes may have no image in a pass. With DDP,
+    freeze the parameters on which no loss depends.
+
+    DDP waits for the gradient of every trained parameter. Parameters of the vision tower on which no loss depends
+    never have a gradient, so freezing them does not change training.
+    """
+    encoder, inner = picture_encoder(model), causal_lm(model)
+    if encoder is not None:
+        refuse_skipped_layers(model, accelerator)
+    if accelerator.num_processes == 1 or shards_parameters(accelerator) or not has_tower(model):
+        return
+    tower = {name: one for name, one in tower_parameters(inner).items() if one.requires_grad}
+    idle = encoder.unreached(inner) if encoder is not None else set(tower)
+    for name in idle:
+        tower[name].requires_grad_(False)
+    if idle:
+        logger.info(
+            "vision: %d parameters that no loss depends on are frozen, because DDP would wait for their gradients.",
+            len(idle),
+        )
+
+
+def _processor_of(processing_class: Tokenizer, model_id: str) -> Any:
     if is_processor(processing_class):
         return processing_class
-    if images and processing_class is not None:
+    if processing_class is not None:
         raise DataError(
             f"rows have images, but processing_class is {type(processing_class).__name__}, which reads only text. The images "
             "are in a column 'images' or 'image', or inside messages. Fix: pass AutoProcessor.from_pretrained(model) as "
             "processing_class. SFT prepares images itself: also remove data_collator, formatting_func and skip_prepare_dataset."
         )
-    return load_processor(model_id) if images else None
+    return load_processor(model_id)
 
 
 def _alike(mine: PictureProcessor, theirs: PictureProcessor) -> bool:

@@ -27,12 +27,12 @@ from posttrain.data.packing import LENGTHS, best_fit_decreasing
 from posttrain.data.preference import maybe_extract_prompt
 from posttrain.data.sft import CUT, IGNORED, NO_ASSISTANT
 from posttrain.errors import DataError
-from posttrain.pictures.picture import Picture, conversation_pictures, filled, read_picture
+from posttrain.extensions.images.picture import Picture, conversation_pictures, filled, read_picture
 from posttrain.types import Prompt, Row
 from posttrain.values import strip_none
 
 if TYPE_CHECKING:
-    from posttrain.pictures.processors import PictureProcessor
+    from posttrain.extensions.images.processors import PictureProcessor
 
 PACKED = 256  # Number of rows that are packed together. All of their encoded images are in memory at the same time.
 HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."

@@ -12,10 +12,19 @@ import torch
 from posttrain.checks.registry import Context, finding, probe
 from posttrain.data.formats import MESSAGE_COLUMNS, picture_blocks, pictures_of, undecoded
 from posttrain.errors import DataError
+from posttrain.extensions.images.encoder import tower_parameters
+from posttrain.extensions.images.picture import (
+    ORIENTATION,
+    Picture,
+    Placed,
+    open_source,
+    picture_in,
+    read_picture,
+    shaded,
+)
 from posttrain.models.architecture import context_length, text_of
 from posttrain.models.forward import forward
 from posttrain.models.heads import evaluating, picture_encoder
-from posttrain.pictures.picture import ORIENTATION, Picture, Placed, open_source, picture_in, read_picture, shaded
 from posttrain.types import Batch, Finding, Row
 
 if TYPE_CHECKING:
@@ -194,7 +203,7 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
     """Check that log-probs depend on the images of their rows.
 
     Args:
-        model: Model with `posttrain.models.vision.install_pictures`.
+        model: Model with `install_pictures`.
         batch: Batch with images.
     """
     parameter = next(model.parameters())
@@ -224,6 +233,31 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
 def _another(placed: Placed) -> Placed:
     """Return the same placement, with another image of the same size."""
     return replace(placed, picture=shaded(placed.picture.size, turned=True))
+
+
+def check_tower_gradients(norms: Mapping[str, float | None], model: nn.Module) -> Finding | None:
+    """Return a finding if trained parameters of the vision tower or projector received no gradient in a step with
+    images.
+
+    Args:
+        norms: Gradient norm of each parameter in the first step. None: the parameter has no gradient.
+        model: Model with `install_pictures`, wrapped or not.
+    """
+    if picture_encoder(model) is None:
+        return None
+    tower = {id(parameter) for parameter in tower_parameters(model).values()}
+    trained = {name for name, parameter in model.named_parameters() if id(parameter) in tower}
+    silent = sorted(name for name in trained if name in norms and norms[name] is None)
+    if not silent:
+        return None
+    return finding(
+        "PT-G012",
+        "warning",
+        f"{len(silent)} trained parameters of the vision tower and projector got no gradient, including {silent[0]!r}.",
+        "the first step",
+        "they use memory, are never updated, and make DDP hang.",
+        "set freeze_vision='auto' to freeze the parameters that no feature depends on, or freeze_vision=True.",
+    )
 
 
 @probe("log_step", "PT-G017", part="processor")

@@ -7,22 +7,19 @@ import inspect
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from posttrain.errors import ModelError
+from posttrain.extensions.images.picture import Picture, Placed
+from posttrain.extensions.images.processors import PictureProcessor
 from posttrain.models.architecture import image_token
-from posttrain.models.heads import LANGUAGE, adapters_of, causal_lm, picture_encoder, unwrapped
+from posttrain.models.heads import LANGUAGE, PassInputs, causal_lm, picture_encoder
 from posttrain.models.parallel import gathers_in_forward, shards_parameters
-from posttrain.pictures.picture import Picture, Placed
-from posttrain.pictures.processors import PictureProcessor
 from posttrain.types import Batch, Row, Segment
 
 if TYPE_CHECKING:
@@ -75,6 +72,11 @@ class PictureEncoder:
     def __deepcopy__(self, memo: dict[int, Any]) -> PictureEncoder:
         return PictureEncoder(self.processor, self.cache_bytes)
 
+    @property
+    def always(self) -> bool:
+        """Whether every prompt must contain an image."""
+        return self.processor.family.block == "prompt"
+
     def inputs(self, model: nn.Module, placed: Sequence[Placed], kept: Tensor | None = None) -> dict[str, Any]:
         """Return the keyword arguments with which the model receives the features of images. The features are in the
         order of the placeholders.
@@ -121,6 +123,30 @@ class PictureEncoder:
         if self.processor.family.cross:
             return {"cross_attention_states": levels[0][None], "tiles": levels[1].view(len(placed), -1)}
         return {"mm_encoder_outputs": {"image": self._output(levels)}}
+
+    def probe_rows(self) -> list[Row]:
+        """Return two prompts with one image of different size each, and their completions."""
+        words = self.processor.tokenizer("which one is it, and where?", add_special_tokens=False)["input_ids"]
+        rows = []
+        for picture in probe_pictures(self.processor)[:2]:
+            ids, placed = self.processor.encode(f"a {self.processor.placeholder} b", [picture], prompt=True)
+            answers = [words[:5], words[2:5], words[1:4]]
+            rows.append(Row(ids, answers, [[1] * len(a) for a in answers], pictures=[placed, [], [], []]))
+        return rows
+
+    def call_key(self, index: int, placed: Sequence[Placed]) -> tuple[int, ...]:
+        """Return a key for calls of ``generate``. Requests with different keys cannot share a call.
+
+        If a model has cross-attention to images, all rows of a call must have the same number of images, because tokens
+        would also attend to padding images. If the model family was not tested with padding, a request with images runs
+        alone.
+
+        Args:
+            index: Index of the request.
+            placed: Images of the request.
+        """
+        family = self.processor.family
+        return (index if placed and not family.models else -1, len(placed) if family.cross else -1)
 
     def whole(self, model: nn.Module, ids: Tensor, rows: Sequence[Sequence[Placed]]) -> dict[str, Any]:
         """Return the processor's tensors for the images of each row, for a model that does not accept features."""
@@ -345,20 +371,6 @@ def probe_pictures(processor: PictureProcessor) -> list[Picture]:
     return [processor.shaded(size, turned=i % 2 == 0) for i, size in enumerate(PROBED)]
 
 
-def probe_rows(model: nn.Module) -> list[Row]:
-    """Return two prompts with one image of different size each, and their completions. Return no rows without
-    `install_pictures`.
-    """
-    encoder, rows = picture_encoder(model), []
-    if encoder is not None:
-        words = encoder.processor.tokenizer("which one is it, and where?", add_special_tokens=False)["input_ids"]
-        for picture in probe_pictures(encoder.processor)[:2]:
-            ids, placed = encoder.processor.encode(f"a {encoder.processor.placeholder} b", [picture], prompt=True)
-            answers = [words[:5], words[2:5], words[1:4]]
-            rows.append(Row(ids, answers, [[1] * len(a) for a in answers], pictures=[placed, [], [], []]))
-    return rows
-
-
 def plain_inputs(model: nn.Module, sequence: Tensor, row: Row, index: int) -> dict[str, Tensor]:
     """Return the processor's inputs for one sequence ``(1, T)``, which is the prompt of a row with its completion ``index``."""
     encoder = picture_encoder(model)
@@ -470,6 +482,19 @@ def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> 
     return narrowed
 
 
+def freeze_tower(
+    model: nn.Module, config: PretrainedConfig, choice: object, *, images: bool
+) -> tuple[Any, list[nn.Parameter]]:
+    """Apply ``freeze_vision``: freeze `frozen_parameters`, and restrict an adapter config with `adapter_of_text`. Return the
+    config and the frozen parameters.
+    """
+    config = adapter_of_text(model, config, choice)
+    frozen = list(frozen_parameters(model, choice, images=images).values())
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return config, frozen
+
+
 @torch.no_grad()
 def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes: int = 2**30) -> PictureEncoder:
     """Prepare a model for batches with images. Return its image encoder.
@@ -507,33 +532,10 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
             base.register_forward_pre_hook(_use_features, with_kwargs=True)
             base.register_forward_hook(_drop_features, always_call=True)
     if not family.models:
-        from posttrain.models.probe import prove_pictures
+        from posttrain.extensions.images.probe import prove_pictures
 
         prove_pictures(inner)
     return encoder
-
-
-def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> None:
-    """Load a checkpoint whose weights have the names on the Hub instead of the names of the model's parameters.
-
-    `transformers.Trainer` loads weights by the names in the file and ignores unknown names, so that most
-    vision-language models would continue with their initial weights. For adapters and sharded weights, whose files
-    contain the names of the parameters, this function does nothing.
-
-    Args:
-        model: Model that is trained.
-        folder: Folder of the checkpoint.
-        accelerator: Accelerator of the run.
-    """
-    inner: Any = unwrapped(model)
-    if adapters_of(inner) or shards_parameters(accelerator):
-        return
-    names: set[str] = set()
-    for path in Path(folder).glob("model*.safetensors"):
-        with safe_open(str(path), "pt") as file:
-            names |= set(file.keys())
-    if not names <= set(inner.state_dict()):
-        inner.load_state_dict(type(inner).from_pretrained(folder, dtype=inner.dtype).state_dict(), strict=False)
 
 
 def refuse_skipped_layers(model: nn.Module, accelerator: Accelerator) -> None:
@@ -558,25 +560,7 @@ def refuse_skipped_layers(model: nn.Module, accelerator: Accelerator) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class VisionView:
-    """Inputs of a forward pass that depend on images.
-
-    Attributes:
-        position_ids: ``(B, T)``, or ``(3, B, T)`` for families with three-dimensional positions. None: the model
-            computes positions.
-        span: ``(B, T)`` index of the bidirectional block of each token. -1: the token is in no block. None: there are
-            no blocks.
-        inputs: Function that maps the model without wrappers to additional arguments of its forward method. None: no
-            further arguments.
-    """
-
-    position_ids: Tensor | None
-    span: Tensor | None = None
-    inputs: Callable[[Any], dict[str, Any]] | None = None
-
-
-def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:
+def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> PassInputs:
     """Return positions, bidirectional blocks and image features of a batch. A batch without images gets the positions
     of text.
 
@@ -604,7 +588,7 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
                 "the column 'image' or 'images' or in messages, or remove the placeholder from the text. (A streamed dataset "
                 "must have images in its first rows.)"
             )
-        return VisionView(batch.position_ids)
+        return PassInputs(batch.position_ids)
     at_pictures = batch.input_ids == encoder.processor.token_id
     if int(at_pictures.sum()) != sum(one.count for one in placed) or not all(
         at_pictures[b, c] for b, c, _ in batch.pictures
@@ -615,11 +599,11 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
         )
     if not placed:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return VisionView(batch.position_ids, inputs=encoder.idle if several else None)
+        return PassInputs(batch.position_ids, inputs=encoder.idle if several else None)
     family = encoder.processor.family
     if family.whole:
         rows = [[one for b, _, one in batch.pictures if b == row] for row in range(len(batch.input_ids))]
-        return VisionView(None, inputs=lambda inner: encoder.whole(inner, batch.input_ids, rows))
+        return PassInputs(None, inputs=lambda inner: encoder.whole(inner, batch.input_ids, rows))
     if family.cross:
         roots = sum(one.parent < 0 for one in batch.segments)
         branches = [one for one in batch.segments if one.parent >= 0]
@@ -631,7 +615,7 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
                 "attend to all images of its row, including later images and those of other prompts. Fix: use images "
                 "only in prompts."
             )
-        return VisionView(batch.position_ids, inputs=lambda inner: encoder.crossed(inner, batch, placed))
+        return PassInputs(batch.position_ids, inputs=lambda inner: encoder.crossed(inner, batch, placed))
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
     spans = block_spans(batch, at_pictures, family.block) if family.block != "none" else None
     kept = None
@@ -639,13 +623,13 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
     if columns is not None:
         where = at_pictures.nonzero()[:, 1]  # (sum of tokens,) in the order of the features
         kept = (where >= columns.start) & (where < columns.stop)
-    return VisionView(positions, spans, lambda inner: encoder.inputs(inner, placed, kept))
+    return PassInputs(positions, spans, lambda inner: encoder.inputs(inner, placed, kept))
 
 
 def prompt_view(
     model: nn.Module, ids: Tensor, lengths: Sequence[int], placed: Sequence[Sequence[Placed]]
-) -> VisionView:
-    """Return the `VisionView` of a pass over prompts, one prompt per row.
+) -> PassInputs:
+    """Return the `PassInputs` of a pass over prompts, one prompt per row.
 
     Args:
         model: Model prepared with `install_pictures`.
@@ -660,13 +644,6 @@ def prompt_view(
     segments = tuple(Segment(row, 0, length, length, -1, 0) for row, length in enumerate(lengths))
     batch = Batch(ids, columns, until, none, none.bool(), none - 1, 0, segments, pictures=pictures)
     return view(model, batch)
-
-
-def text_offset(placed: Sequence[Placed]) -> int:
-    """Return the difference of position and index for a text token after these images. Each image advances positions by
-    its longer side.
-    """
-    return sum(max(image.grid[1:]) - image.count for image in placed if image.grid)
 
 
 def grid_positions(batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import unquote, urlparse
 
-from posttrain.data.formats import PICTURE_BLOCKS, picture_blocks
+from posttrain.data.formats import PICTURE_BLOCKS, is_image, picture_blocks
 from posttrain.errors import DataError
 from posttrain.integrations import require
 
@@ -146,6 +146,13 @@ class Placed:
     count: int
     grid: tuple[int, int, int] | None = None
 
+    @property
+    def offset(self) -> int:
+        """Difference that this image adds between position and index of the text after it. An image advances positions
+        by its longer side.
+        """
+        return max(self.grid[1:]) - self.count if self.grid else 0
+
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that can be written as JSON. The dict contains a path, or encoded bytes in base64."""
         picture = self.picture.encoded()
@@ -245,11 +252,6 @@ def _rgb(image: Any, background: Background) -> Any:
         below.alpha_composite(image)
         image = below
     return image.convert("RGB")
-
-
-def is_image(value: object) -> bool:
-    """Return whether a value is a PIL image. It works without PIL too."""
-    return hasattr(value, "getexif")
 
 
 def _source(value: object, where: str) -> Any:
@@ -392,18 +394,32 @@ def filled(messages: Sequence[Mapping[str, Any]], images: Iterable[Any]) -> list
     return _with_blocks(messages, lambda b: {**b, "image": next(rest)} if b["type"] == "image" else b)
 
 
-def observed_blocks(content: Any, where: str, background: Background) -> list[dict[str, Any]]:
-    """Convert the output of a tool or an environment to text and image blocks.
+def observed_blocks(output: object, where: str, background: Background) -> list[dict[str, Any]]:
+    """Convert the output of a tool or an environment, a PIL image or a list of blocks, to text and image blocks.
 
     Images are encoded immediately, because the tool may change the image object later.
 
     Raises:
         DataError: The output is not a list of blocks, a block has another type or no image, or an image cannot be read.
     """
-    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
-        raise DataError(f"{where}: {type(content).__name__} is not a list of text and image blocks.")
+    content = output if isinstance(output, list) else [{"type": "image", "image": output}]
+    if not all(isinstance(block, Mapping) for block in content):
+        raise DataError(f"{where}: {type(output).__name__} is not a list of text and image blocks.")
     messages, pictures = conversation_pictures([{"role": "tool", "content": content}])
     return filled(messages, [read_picture(value, where, background).encoded() for value in pictures])[0]["content"]
+
+
+def with_opened(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which images are PIL images, which are decoded on access."""
+    blocks, pictures = conversation_pictures(messages)
+    return filled(blocks, [picture.opened() for picture in pictures])
+
+
+def png_addresses(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the images of messages in order, each as a ``data:`` URL of a PNG file."""
+    images = [read_picture(value, "an image of a prompt").load() for value in conversation_pictures(messages)[1]]
+    files = [read_picture(image).file_bytes() for image in images]
+    return [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in files]
 
 
 def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,122 @@
+"""`prove_pictures`: find how packed rows with images give the same results as an unknown family's own processor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.data.forest import Layout
+from posttrain.errors import ModelError
+from posttrain.extensions.images.encoder import for_tower, probe_pictures
+from posttrain.extensions.images.picture import Picture, read_picture
+from posttrain.models.heads import evaluating, picture_encoder
+from posttrain.models.probe import disagreement, has_logp, packed_logps, tolerance_of
+from posttrain.types import Row
+
+if TYPE_CHECKING:
+    from posttrain.extensions.images.processors import PictureProcessor
+
+logger = logging.getLogger(__name__)
+
+# If the image changes, log-probs must change by more than this multiple of the tolerance.
+REACH = 0.1
+
+
+@torch.no_grad()
+def prove_pictures(model: nn.Module) -> None:
+    """Find, for an unknown model family, positions and attention blocks that give the same results as its processor's inputs.
+
+    Args:
+        model: Model prepared with `install_pictures`, without wrappers.
+
+    Raises:
+        ModelError: No choice gives the same results. The message contains the error of each choice.
+    """
+    reader, faults = picture_encoder(model).processor, []
+    orders = dict.fromkeys((reader.family.positions, "plain"))
+    choices: list[dict[str, Any]] = [{"positions": p, "block": b} for p in orders for b in ("none", "image")]
+    choices.append({"positions": "plain", "block": "none", "whole": True})
+    with evaluating(model):
+        for choice in choices:
+            reader.family = replace(reader.family, **choice)
+            try:
+                fault = _picture_fault(model, reader)
+            # Any exception means that this variant is not supported, e.g. because the forward method does not accept image
+            # features.
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"
+            if not fault:
+                break
+            faults.append(f"{', '.join(f'{name} {value}' for name, value in choice.items())}: {fault:.200}")
+    if len(faults) == len(choices):
+        del model.picture_encoder
+        raise ModelError(
+            f"{type(model).__name__} is not of a supported family, and its results for rows with images differ from those for "
+            f"its processor's own tensors ({'; '.join(faults)}). Fix: use a model of a supported family (docs/vision.md), or "
+            "rows without images."
+        )
+    how = "one sequence per row, with its processor's own tensors" if reader.family.whole else str(choice)
+    logger.warning(
+        "%s is not of a supported family. For two prompts, its results for rows with images agree with those of its processor "
+        "and its own forward method, with these settings: %s.",
+        type(model).__name__,
+        how,
+    )
+
+
+def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
+    """Return why padded rows with images give different results from separate sequences, or "" if results agree.
+
+    A separate sequence is the processor's output for its text and images, passed to the model's own forward method.
+    """
+    share, mark, (first, second, _) = tolerance_of(model), reader.placeholder, probe_pictures(reader)
+    # Separate adjacent placeholders if the processor treats them as one image (see `PictureProcessor.place`).
+    gap = " " if reader.family.positions == "grid" else ""
+    several = f"a {mark} b {mark}{gap}{mark} c"
+    rows, truth, moved = [], [], []
+    for text, pictures in ((f"a {mark} b", [first]), (several, [second, first, second]), ("no picture", [])):
+        for answer in (" left, or right?", " it is blue"):
+            ids, placed = reader.encode(text + answer, pictures)
+            inputs = _own_inputs(reader, text + answer, pictures)
+            if ids != inputs["input_ids"][0].tolist():
+                return f"the processor returns {inputs['input_ids'].shape[1]} tokens, but {len(ids)} were expected"
+            # The prompt ends after the first image, so further images are in the answer.
+            start = placed[0].start + placed[0].count if placed else 1
+            after = [replace(one, start=one.start - start) for one in placed[1:]]
+            judged = [int(token != reader.token_id) for token in ids[start:]]
+            rows.append(Row(ids[:start], [ids[start:]], [judged], pictures=[placed[:1], after]))
+            truth.append(_own_logps(model, inputs)[start - 1 :])
+            changed = torch.cat([inputs["input_ids"][:, :-1], inputs["input_ids"][:, :1]], 1)
+            if gap := disagreement(
+                _own_logps(model, {**inputs, "input_ids": changed})[start - 1 : -1], truth[-1][:-1], share
+            ):
+                return f"earlier tokens attend to later tokens: {gap}"
+            others = [read_picture(one.load().rotate(180)) for one in pictures]
+            moved.append(_own_logps(model, _own_inputs(reader, text + answer, others))[start - 1 :])
+    judged = has_logp(rows)
+    told, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
+    padded = packed_logps(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
+    gap, reach = (float((one - told).abs().max()) for one in (padded, other))
+    # The comparison is only meaningful if changing the images changes log-probs by more than the two computations differ.
+    if not (fault := disagreement(padded, told, share)) and reach <= max(10 * gap, share * REACH):
+        return f"PT-G005: other images change log-probs by {reach:.2g}, and rows differ from sequences by {gap:.2g}"
+    return fault
+
+
+def _own_inputs(reader: PictureProcessor, text: str, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+    """Return the processor's inputs for a text with one placeholder per image."""
+    images = [[picture.load() for picture in pictures]] if pictures else None
+    inputs = reader.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+    return {name: value for name, value in inputs.items() if name not in ("attention_mask", "labels")}
+
+
+def _own_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the log-probs ``(T - 1,)`` of all tokens of a sequence except the first, from the model's own forward method."""
+    ids = inputs["input_ids"][0]
+    logits = model(**for_tower(model, inputs), use_cache=False).logits[0].float().cpu()
+    return torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]

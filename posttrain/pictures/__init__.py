@@ -1,1 +1,0 @@
-"""Images in dataset rows: how they are stored, how rows with images become token ids, and processors."""
