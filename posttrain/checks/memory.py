@@ -303,8 +303,8 @@ def _layout(args: PostTrainingConfig, config: Any, device: str) -> Layout:
     from posttrain.models.attention import layout_for
 
     backend = (args.model_init_kwargs or {}).get("attn_implementation")
-    told = config.get_text_config().to_dict()
-    text = SimpleNamespace(**told | {"_attn_implementation": backend or config._attn_implementation})
+    fields = config.get_text_config().to_dict()
+    text = SimpleNamespace(**fields | {"_attn_implementation": backend or config._attn_implementation})
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     weight = SimpleNamespace(dtype=torch.float32)
     model: Any = SimpleNamespace(

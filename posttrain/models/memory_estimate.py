@@ -579,7 +579,7 @@ def trace_pass(
     model = shadow.model
     trained = [p for p in model.parameters() if p.requires_grad]
     config = _text_config(model)
-    told = attention_inputs(batch, causal_lm(model), shadow.part.dtype)
+    attention = attention_inputs(batch, causal_lm(model), shadow.part.dtype)
     # Compute these numbers outside of fake mode, in which tensors have no values.
     counts = batch.num_loss_tokens, batch.num_sequences, int((batch.sequence >= 0).sum())
 
@@ -599,7 +599,7 @@ def trace_pass(
                     encoder = plugins.module("extensions.images.encoder")
                     seen = [encoder.traced_features(causal_lm(model), pixels, shadow.part.dtype)]
                 meter.kind = "activations"
-                loss = _sum_of_outputs(shadow, batch.input_ids.shape, told, counts, needs)
+                loss = _sum_of_outputs(shadow, batch.input_ids.shape, attention, counts, needs)
                 loss = sum((features.sum() for features in seen), loss)
                 if training:
                     loss.backward()

@@ -143,7 +143,7 @@ class RolloutService:
         worker: Worker pool or a user's worker. The worker is None before the first step, and on other processes than
             the main one.
         transfer: Transfer of weights to the engines. None before the first step.
-        told: State of the weight transfer, for example which servers lack the weights; see `WeightTransfer`.
+        server_state: State of the weight transfer, for example which servers lack the weights; see `WeightTransfer`.
         scoring: Additional scoring of rollouts as they arrive, or None.
         version: Version of the weights that were pushed last.
     """
@@ -167,7 +167,7 @@ class RolloutService:
         check_mergeable(sync.run.model)
         self.worker: Any = None
         self.transfer: Any = None
-        self.told = WeightTransfer()
+        self.server_state = WeightTransfer()
         self.scoring: Scoring | None = None
         self.version = 0
         self._serving = False
@@ -191,12 +191,12 @@ class RolloutService:
         self._serving = True
         self.transfer = self.given["weight_transfer"] or self.make_transfer()
         if isinstance(self.transfer, WeightTransfer):
-            self.told = self.transfer
+            self.server_state = self.transfer
         if isinstance(self.transfer, WeightTransfer | SharedWeights):
             self.transfer.version = self.version
         parallel.run_and_share(self._on_main(self.transfer.init_weight_transfer), self.accelerator)
         if self._engine_kind == "server":
-            self.sync.check_engine(self.told.engine)
+            self.sync.check_engine(self.server_state.engine)
         self.worker = (self.given["rollout_worker"] or self.make_worker()) if self._is_main else None
         self.push_weights()
         parallel.run_and_share(self._on_main(lambda: self.worker.start()), self.accelerator)
@@ -244,18 +244,22 @@ class RolloutService:
         if isinstance(self.transfer, SharedWeights):
             self._probe_workers(self.transfer)
         # All ranks read the tensors, but only one rank sends them.
-        tensors = self.sync.outgoing(self.told.capabilities)
+        tensors = self.sync.outgoing(self.server_state.capabilities)
         tries = self.args.vllm_sync_retries + 1 if self._engine_kind == "server" else 1
         whole_update(lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries)
         self.version += not again
         self._sent_at = self.sync.run.progress.state.global_step
-        engine = self.told.engine
-        if self._engine_kind == "server" and self.told.capabilities.scores_sequences and self.sync.parity_due(again):
+        engine = self.server_state.engine
+        if (
+            self._engine_kind == "server"
+            and self.server_state.capabilities.scores_sequences
+            and self.sync.parity_due(again)
+        ):
             with self.sync.parity.timed():
                 self.sync.refuse(self.sync.parity_finding(engine, self.version), self.version)
         if self.worker is not None:
             if self.pool is not None:
-                self.pool.holders = self.told.holders
+                self.pool.holders = self.server_state.holders
             self.worker.update_model_version(self.version)
         self.sync.run.log(
             {"perf/weight_sync_s": mean(time.perf_counter() - began), "weight_sync_mb": mean(tensors.nbytes / 1e6)}
@@ -353,7 +357,7 @@ class RolloutService:
         args, given = self.args, self.given
         shared = args.worker_threads or max(1, (os.cpu_count() or 1) // (args.num_rollout_workers + 1))
         episodes = {name: given.get(name) for name in ("tools", "environment_factory", "harness")}
-        contexts = [self.sync.context, self.told.capabilities.context]
+        contexts = [self.sync.context, self.server_state.capabilities.context]
         return RolloutJob(
             engine=self._engine_recipe(),
             tokenizer=self.tokenizer,
@@ -544,7 +548,7 @@ class AsyncRollouts:
                     began = clock.look()
                 if clock.look() - began > 2 * stale:
                     raise self._nothing(clock.now - began) from None
-                if self.service.told.missing_weights():
+                if self.service.server_state.missing_weights():
                     return None
                 continue
             return self._booked(item) if self.service.pool is None else item
@@ -561,7 +565,7 @@ class AsyncRollouts:
 
     def _nothing(self, waited: float) -> RolloutError:
         dropped = dict(self.ledger.dropped)
-        servers = self.service.told.failure_reason()
+        servers = self.service.server_state.failure_reason()
         return RolloutError(
             f"no rollout arrived for {waited:.0f} s (2 x heartbeat_stale_after_s), although the workers are alive: "
             f"{self.ledger.writing} rollouts are in progress, {dropped} were dropped. "

@@ -99,11 +99,11 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
             others = [read_picture(one.load().rotate(180)) for one in pictures]
             moved.append(_own_logps(model, _own_inputs(reader, text + answer, others))[start - 1 :])
     judged = has_logp(rows)
-    told, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
+    real, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
     padded = packed_logps(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
-    gap, reach = (float((one - told).abs().max()) for one in (padded, other))
+    gap, reach = (float((one - real).abs().max()) for one in (padded, other))
     # The comparison is only meaningful if changing the images changes log-probs by more than the two computations differ.
-    if not (fault := disagreement(padded, told, share)) and reach <= max(10 * gap, share * REACH):
+    if not (fault := disagreement(padded, real, share)) and reach <= max(10 * gap, share * REACH):
         return f"PT-G005: other images change log-probs by {reach:.2g}, and rows differ from sequences by {gap:.2g}"
     return fault
 
