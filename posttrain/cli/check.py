@@ -411,14 +411,17 @@ def _count(data: Any) -> str:
 
 @contextlib.contextmanager
 def only_warnings() -> Iterator[BufferingHandler]:
-    """Collect the warnings that posttrain logs inside the ``with`` block, and hide other log lines and progress bars."""
+    """Collect the warnings that posttrain logs inside the ``with`` block, and hide other log lines and progress bars.
+
+    The warning of transformers about special tokens of the model's config is collected too.
+    """
     from posttrain.loop.run import with_attributes
 
     collected = BufferingHandler(sys.maxsize)
     collected.setLevel(logging.WARNING)
     with contextlib.ExitStack() as stack:
-        for name in (None, "transformers", "datasets", "posttrain"):
-            handler = collected if name == "posttrain" else logging.NullHandler()
+        for name in (None, "transformers", "datasets", "posttrain", "transformers.trainer_utils"):
+            handler = collected if name in ("posttrain", "transformers.trainer_utils") else logging.NullHandler()
             stack.enter_context(with_attributes(logging.getLogger(name), {"handlers": [handler], "propagate": False}))
         stack.enter_context(no_progress_bars())
         yield collected
@@ -475,9 +478,9 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
     # it.
     elif not resume:
         args.gradient_accumulation_steps = 1
+    trainer.train(resume_from_checkpoint=resume)
     # A run checks these tokens when it first saves the model.
     trainer.checks.saved_tokens(trainer.model, trainer.processing_class)
-    trainer.train(resume_from_checkpoint=resume)
     if trainer.run.progress.bad_steps:
         weights = weights_not_finite(trainer.model)
         cause = f"the weights {weights[:4]} contain NaN or infinity" if weights else "every weight is finite"

@@ -66,16 +66,21 @@ def named_object(path: str, option: str) -> Any:
 def _from_file(file: Path, name: str, option: str) -> Any:
     if not file.is_file():
         raise ConfigError(f"{option}: the file {str(file)!r} does not exist (from {os.getcwd()}).")
+    file = file.resolve()
+    loaded = sys.modules.get(file.stem)
+    # A second module of the same file would contain other functions, which cannot be sent to worker processes.
+    if loaded is not None and getattr(loaded, "__file__", None) == str(file):
+        return _member(loaded, name, str(file), option)
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Register the module, because worker processes find the function by its module name.
     sys.modules.setdefault(file.stem, module)
-    sys.path.insert(0, str(file.resolve().parent))
+    sys.path.insert(0, str(file.parent))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        sys.path.remove(str(file.resolve().parent))
+        sys.path.remove(str(file.parent))
         # Remove the module, because its import failed and it is only partially initialized.
         if sys.modules.get(file.stem) is module:
             del sys.modules[file.stem]

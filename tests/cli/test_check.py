@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import yaml
 from posttrain.checks import registry
 from posttrain.cli.check import Checkup, Stage, show
 from posttrain.cli.main import main
+from posttrain.cli.train import named_object
 from posttrain.types import Finding
 from tests import forks
 
@@ -366,6 +368,17 @@ def test_tokens_of_the_saved_model_are_checked(trainable, capsys):
     """The pad token of the tiny tokenizer ends texts."""
     assert main(["check", "sft", "--json", "--config", "sft.yaml"]) == 0
     assert "PT-K101" in [one["code"] for one in json.loads(capsys.readouterr().out)["findings"]]
+    assert main(["check", "sft", "--json", "--config", "sft.yaml", "--pad_token", "<|im_start|>"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "PT-K101" not in [one["code"] for one in found["findings"]]
+    assert any("aligned accordingly" in text for text in found["warnings"])  # A run logs it too.
+
+
+def test_reward_functions_of_a_file_can_be_sent_to_workers(tmp_path):
+    file = tmp_path / "paid_by_length.py"
+    file.write_text("def paid(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n")
+    first, again = (named_object(f"{file}:paid", "reward_funcs") for _ in range(2))
+    assert first is again and pickle.loads(pickle.dumps(again)) is first
 
 
 EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "2")
