@@ -163,7 +163,7 @@ def test_a_weight_that_one_side_lacks_is_a_difference_where_routers_round(fault,
         return run
 
     monkeypatch.setattr(native.NativeEngine, "generate", spoiled(native.NativeEngine.generate))
-    monkeypatch.setattr(probe, "_fast", spoiled(probe._fast))
+    monkeypatch.setattr(probe, "packed_logps", spoiled(probe.packed_logps))
     engine, layout = verdicts(model, monkeypatch)
     assert engine is not None and layout.kind == "padded"
 

@@ -341,7 +341,7 @@ class VLLMEngine(RolloutEngine):
         Raises:
             RolloutError: vLLM's processor creates a different number of placeholders (PT-G016).
         """
-        rows = self.encoder.probe_rows()
+        rows = picture_encoder(model).probe_rows()
         self.generate([Request(row.prompt_ids, pictures=row.pictures[0]) for row in rows], Sampling(1, temperature=0.0))
 
     def _prompt(self, request: Request) -> dict[str, Any]:
