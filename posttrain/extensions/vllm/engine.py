@@ -341,7 +341,8 @@ class VLLMEngine(RolloutEngine):
         Raises:
             RolloutError: vLLM's processor creates a different number of placeholders (PT-G016).
         """
-        rows = picture_encoder(model).probe_rows()
+        encoder = picture_encoder(model)
+        rows = [] if encoder is None else encoder.probe_rows()
         self.generate([Request(row.prompt_ids, pictures=row.pictures[0]) for row in rows], Sampling(1, temperature=0.0))
 
     def _prompt(self, request: Request) -> dict[str, Any]:
