@@ -8,7 +8,6 @@ Reference: QLoRA, arXiv:2305.14314.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -154,23 +153,19 @@ def unrounded_inputs(model: nn.Module) -> Iterator[None]:
     changes the log-probs of random tokens by 0.27 nats on average.
     """
     weights = [(layer, layer._parameters.get("weight")) for layer in model.modules()]
-    layers: list[Any] = [layer for layer, w in weights if is_packed(w) and type(w).__name__ == "Int8Params"]
-    before = [(layer, vars(layer).get("forward")) for layer in layers]
-    for layer in layers:
-        layer.forward = functools.partial(_dequantized_product, layer)
+    layers = [layer for layer, w in weights if is_packed(w) and type(w).__name__ == "Int8Params"]
+    handles = [layer.register_forward_hook(_dequantized_product) for layer in layers]
     try:
         yield
     finally:
-        for layer, forward in before:
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
+        for handle in handles:
+            handle.remove()
 
 
-def _dequantized_product(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    return nn.functional.linear(x, dequantized_weight(layer).to(x.dtype), bias)
+def _dequantized_product(layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    """Forward hook that replaces the output of an 8-bit layer."""
+    bias = None if layer.bias is None else layer.bias.to(output.dtype)
+    return nn.functional.linear(inputs[0].to(output.dtype), dequantized_weight(layer).to(output.dtype), bias)
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:

@@ -275,8 +275,11 @@ def row_state(row: Row) -> dict[str, Any]:
 
 def row_again(state: Mapping[str, Any]) -> Row:
     """Restore a row from a value that `row_state` returned."""
-    placed = lambda image: plugins.module("extensions.images.picture").Placed.of(**image)  # noqa: E731
-    return Row(**{**state, "pictures": [list(map(placed, part)) for part in state.get("pictures", ())]})
+    images = list(state.get("pictures", ()))
+    if any(images):
+        placed = plugins.module("extensions.images.picture").Placed.of
+        images = [[placed(**image) for image in part] for part in images]
+    return Row(**{**state, "pictures": images})
 
 
 class RolloutWindow:
