@@ -221,7 +221,7 @@ def optim_step(
     Raises:
         PosttrainError: For the third consecutive time, the gradient is not finite.
     """
-    norm = run.accelerator.clip_grad_norm_(model.parameters(), run.args.max_grad_norm or math.inf)
+    norm = run.accelerator.clip_grad_norm_(model.parameters(), max(run.args.max_grad_norm or 0, 0) or math.inf)
     is_finite(run, model, norm)
     optimizer.step()
     optimizer.zero_grad()

@@ -360,8 +360,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         with parallel.failing_together(self.accelerator):
             if self.accelerator.is_main_process:
                 self.checkpoints.take_folder(self.model, self.checks, resumed=resume is not None)
-        if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
-            # With max_grad_norm=0, transformers would not compute the norm, and NaN gradients would reach the weights.
+        if (self.args.max_grad_norm or 0) <= 0 and not self.is_deepspeed_enabled:
+            # Without a positive limit, transformers would not compute the norm, and NaN gradients would reach the weights.
             self.args.max_grad_norm = math.inf
         self.interrupt.install(self.accelerator)
         # Disable transformers' NEFTune hook. It would use the width of a packed row as the length of each document.

@@ -409,7 +409,7 @@ def test_a_disk_without_room_is_found_before_training(tmp_path, tiny_tokenizer, 
 
 
 def test_without_clipping_a_gradient_that_is_no_number_still_never_reaches_the_weights(tmp_path, tiny_tokenizer):
-    """At ``max_grad_norm=0`` the parent takes no norm at all."""
+    """At ``max_grad_norm=0`` and below, the parent computes no norm."""
     import torch
 
     trainer = sft(tmp_path, tiny_tokenizer, max_steps=2, max_grad_norm=0.0)
@@ -422,10 +422,11 @@ def test_without_clipping_a_gradient_that_is_no_number_still_never_reaches_the_w
     next(trainer.model.parameters()).register_hook(spoil)
     trainer.train()
     assert seen and torch.equal(weights(trainer), before)
-    sound = [sft(tmp_path / str(norm), tiny_tokenizer, max_steps=2, max_grad_norm=norm) for norm in (0.0, 1e9)]
+    sound = [sft(tmp_path / str(norm), tiny_tokenizer, max_steps=2, max_grad_norm=norm) for norm in (0.0, -1.0, 1e9)]
     for run in sound:
         run.train()
-    assert torch.equal(weights(sound[0]), weights(sound[1]))
+    # A negative limit would flip the sign of the gradient.
+    assert all(torch.equal(weights(sound[0]), weights(run)) for run in sound[1:])
 
 
 def test_the_estimate_of_a_checkpoint_is_near_what_is_written(tmp_path, tiny_tokenizer):
