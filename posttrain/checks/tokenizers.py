@@ -413,10 +413,7 @@ def check_special_tokens(
             "programs that detect padding by token id will treat the end of a text as padding. They remove it, or do not stop at "
             "it. Training here is not affected, because masks are positional."
         )
-        fix = (
-            "set tokenizer.pad_token, pad_token in tokenizer_config.json, or --pad_token of sft, dpo and reward, to a token "
-            "with no other use."
-        )
+        fix = "set the option pad_token, or pad_token of your tokenizer, to a token with no other use."
         # This is only an info, because many published models have this property and training does not depend on it.
         findings.append(Finding("PT-K101", "info", what, "generation_config", why, fix))
     if pad is None:

@@ -118,9 +118,9 @@ def check_parallelism(config: Any) -> None:
         config.parallelism_config = ParallelismConfig(**axes)
     sizes = parallel_sizes(config)
     if max(sizes["cp_size"], sizes["tp_size"]) > 1:
-        said = ", ".join(f"{name}={sizes[name]}" for name in ("cp_size", "sp_size", "tp_size"))
+        listed = ", ".join(f"{name}={sizes[name]}" for name in ("cp_size", "sp_size", "tp_size"))
         raise ConfigError(
-            f"parallelism_config with {said} is not supported. Ring attention (cp_size) would ignore the attention mask of "
+            f"parallelism_config with {listed} is not supported. Ring attention (cp_size) would ignore the attention mask of "
             "sequences that share a prompt, and tensor parallelism (tp_size) is not implemented. Fix: set cp_size=1 and "
             "tp_size=1. If rows do not fit on one device, set sp_size (Ulysses), which splits each row over several "
             "processes. If the model does not fit on one device, use FSDP2 or ZeRO-3."
@@ -153,7 +153,6 @@ class PostTrainingConfig(transformers.TrainingArguments):
     max_length = None
     packing = False
     pad_to_multiple_of = None
-    pad_token = None
     sft_model_path = None
     steps_per_generation = None
     teacher_model_name_or_path = None
@@ -213,6 +212,11 @@ class PostTrainingConfig(transformers.TrainingArguments):
         None,
         "Additional arguments of the learning-rate schedule, as a mapping or JSON. For example, {'num_cycles': 1} sets the "
         "number of cycles of the schedule 'cosine_with_restarts'.",
+    )
+    pad_token: str | None = option(
+        None,
+        "Padding token to set on the tokenizer, which is saved with the model. It must be in the vocabulary. Training does not "
+        "depend on it, but programs that load the model do. None: the tokenizer's own token, or an unused special token.",
     )
     model_init_kwargs: dict[str, Any] | str | None = option(
         None,

@@ -90,8 +90,6 @@ class DPOConfig(PictureConfig, ComparedConfig):
         "Accepted for compatibility with TRL. It has no effect, because batches contain no padding between sequences.",
     )
 
-    pad_token: str | None = option(None, "Deprecated. Set pad_token on the tokenizer instead.")
-
     def __post_init__(self) -> None:
         self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
         super().__post_init__()

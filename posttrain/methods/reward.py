@@ -40,7 +40,6 @@ class RewardConfig(PostTrainingConfig):
         "End-of-sequence token to use instead of the tokenizer's own one. It must be in the tokenizer's vocabulary. "
         "None: the tokenizer's own end-of-sequence token.",
     )
-    pad_token: str | None = option(None, "Deprecated. Set pad_token on the tokenizer instead.")
     max_length: PositiveInt | None = option(
         1024,
         "Maximum number of tokens of a prompt and its answer together, at least 1. If one answer of a pair is longer, the "

@@ -51,7 +51,6 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
         "End-of-sequence token to use instead of the tokenizer's own one. It must be in the tokenizer's vocabulary. "
         "None: the tokenizer's own end-of-sequence token.",
     )
-    pad_token: str | None = option(None, "Deprecated. Set pad_token on the tokenizer instead.")
     chat_template_path: str | None = option(
         None,
         "Chat template to use instead of the tokenizer's own template: the path of a .jinja or .j2 file, or the folder or Hub "

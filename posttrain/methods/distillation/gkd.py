@@ -55,11 +55,6 @@ class GKDConfig(DistillationConfig):
         "End-of-sequence token to use instead of the tokenizer's own one. It must be in the tokenizer's vocabulary. "
         "None: the tokenizer's own end-of-sequence token.",
     )
-    pad_token: str | None = option(
-        None,
-        "Deprecated. Set pad_token on the tokenizer instead. None: the tokenizer's pad token, or its end-of-sequence "
-        "token if it has no pad token.",
-    )
 
     def __post_init__(self) -> None:
         self.check_fields()
