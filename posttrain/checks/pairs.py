@@ -141,13 +141,13 @@ def prompt_left_over(context: Context) -> Iterator[Finding]:
     if found is None or "prompt" in names or not {"chosen", "rejected"} <= set(names):
         return
     row = next(iter(context.train_dataset), {})
-    asked, chosen = row.get(found), row.get("chosen")
-    if isinstance(asked, str) and isinstance(chosen, str) and asked.strip() and asked.strip() not in chosen:
+    prompt, chosen = row.get(found), row.get("chosen")
+    if isinstance(prompt, str) and isinstance(chosen, str) and prompt.strip() and prompt.strip() not in chosen:
         yield finding(
             "PT-D037",
             "warning",
             f"the pairs have no column 'prompt', but the column {found!r}, which is not read, looks like the prompt",
-            f"row 0: {found}={asked[:60]!r}, chosen={chosen[:60]!r}",
+            f"row 0: {found}={prompt[:60]!r}, chosen={chosen[:60]!r}",
             "the common beginning of chosen and rejected is used as prompt, so the model is trained without the question.",
             f"rename the column: dataset = dataset.rename_column({found!r}, 'prompt').",
         )
@@ -265,10 +265,10 @@ def scan_pairs(rows: Iterable[Mapping[str, Any]], scores: tuple[str, str] | None
         if chosen == rejected:
             continue
         # A question with another image counts as another prompt.
-        asked = (
+        prompt = (
             str([row.get(name) for name in PROMPT_COLUMNS]) if has_pictures([row]) else answers_of(row.get("prompt"))
         )
-        key = (hash(asked), *sorted((hash(chosen), hash(rejected))))
+        key = (hash(prompt), *sorted((hash(chosen), hash(rejected))))
         seen.setdefault(key, []).append((index, chosen < rejected))
         if nearly_equal(chosen, rejected):
             scan.near.append(index)

@@ -229,20 +229,20 @@ def _eos_untrained(sample: RowSample) -> Seen:
     """Find rows whose last trained token (apart from whitespace) is not an end token, so the model does not learn to stop.
     Truncated rows are ignored.
     """
-    asked = [s for s in sample.sequences if any(s.trained) and not sample.cut(s)]
+    candidates = [s for s in sample.sequences if any(s.trained) and not sample.cut(s)]
 
     def last(s: TokenSequence) -> int | None:
         pairs = zip(reversed(s.ids), reversed(s.trained), strict=True)
         return next((token for token, trained in pairs if trained and not sample.blank(token)), None)
 
-    bad = [s.row for s in asked if last(s) not in sample.ends]
-    return bad, "error" if len(bad) == len(asked) else "warning"
+    bad = [s.row for s in candidates if last(s) not in sample.ends]
+    return bad, "error" if len(bad) == len(candidates) else "warning"
 
 
 def _untrained(sample: RowSample) -> Seen:
-    asked = [s for s in sample.sequences if s.completion is not None and s.start < len(s.ids)]
-    bad = [s.row for s in asked if not any(s.trained)]
-    return bad, "error" if len(bad) == len(asked) else "warning"
+    candidates = [s for s in sample.sequences if s.completion is not None and s.start < len(s.ids)]
+    bad = [s.row for s in candidates if not any(s.trained)]
+    return bad, "error" if len(bad) == len(candidates) else "warning"
 
 
 def _empty(sample: RowSample) -> Seen:

@@ -108,7 +108,7 @@ class Stage:
     """Result of checking one part of a training command. If this part would prevent training, the result is an error."""
 
     name: str
-    said: str = ""
+    result: str = ""
     error: str = ""
     seconds: float = 0.0
 
@@ -165,12 +165,12 @@ class Checkup:
             started = time.perf_counter()
             stage = Stage(name)
             try:
-                stage.said = getattr(self, "_" + name.lower().replace(" ", "_"))()
+                stage.result = getattr(self, "_" + name.lower().replace(" ", "_"))()
             except Exception as error:
                 known = isinstance(error, (PosttrainError, ValueError, TypeError, OSError, ImportError, RuntimeError))
                 stage.error = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
             stage.seconds = round(time.perf_counter() - started, 3)
-            if stage.said or stage.error:
+            if stage.result or stage.error:
                 self.stages.append(stage)
             if stage.error and name == "config":
                 return
@@ -241,11 +241,11 @@ class Checkup:
         named = vars(config).get("teacher_model_name_or_path")
         if not named or config.teacher_model_server_url or config.teacher_scores:
             return ""
-        said = []
+        lines = []
         for source in named.values() if isinstance(named, Mapping) else [named]:
             kind = model_config(source, config.trust_remote_code, config.teacher_model_revision or "main")
-            said.append(f"{source}: {(kind.architectures or [kind.model_type])[0]}")
-        return ", ".join(said)
+            lines.append(f"{source}: {(kind.architectures or [kind.model_type])[0]}")
+        return ", ".join(lines)
 
     def _rewards(self) -> str:
         from posttrain.cli.train import reward_functions
@@ -571,7 +571,7 @@ def show(checkup: Checkup) -> None:
     table = Table.grid(padding=(0, 2))
     for stage in checkup.stages:
         mark = Text("no", style=STYLES["error"]) if stage.error else Text("ok", style="green")
-        table.add_row(mark, stage.name, Text(visible(stage.error or stage.said)))
+        table.add_row(mark, stage.name, Text(visible(stage.error or stage.result)))
     console.print(table)
     for finding in sorted(checkup.findings, key=lambda f: ("info", "warning", "error").index(f.severity)):
         known = registry.REGISTRY.get(finding.code)
@@ -585,7 +585,7 @@ def show(checkup: Checkup) -> None:
         console.print(Text.assemble("\n", ("error: a check could not be completed. ", STYLES["error"]), visible(error)))
     failed = sum(bool(stage.error) for stage in checkup.stages) + len(checkup.failed)
     counts = {level: sum(f.severity == level for f in checkup.findings) for level in ("error", "warning")}
-    said = f"{counts['error'] + failed} errors, {counts['warning'] + len(checkup.warnings)} warnings"
+    counted = f"{counts['error'] + failed} errors, {counts['warning'] + len(checkup.warnings)} warnings"
     seconds = sum(stage.seconds for stage in checkup.stages)
     verdict = "refused" if checkup.refused else "ready to train"
     if verdict != "refused" and not checkup.tries_step:
@@ -594,9 +594,9 @@ def show(checkup: Checkup) -> None:
             "not checked"
         )
     untried = next(
-        (stage.said for stage in checkup.stages if stage.name == "start" and stage.said.startswith("not tried")), ""
+        (stage.result for stage in checkup.stages if stage.name == "start" and stage.result.startswith("not tried")), ""
     )
     if verdict != "refused" and untried:
         verdict = f"no problems found before the first step, which was {untried}"
     style = STYLES["error"] if checkup.refused else "bold green"
-    console.print(Text.assemble("\n", (f"{checkup.command}: {verdict}", style), f" ({said}; {seconds:.1f} s)"))
+    console.print(Text.assemble("\n", (f"{checkup.command}: {verdict}", style), f" ({counted}; {seconds:.1f} s)"))

@@ -115,8 +115,8 @@ def environment() -> str:
     facts["versions"] |= {name: installed_version(name) for name in OPTIONAL}
     lines = [f"- {name}: {'none' if value is None else value}" for name, value in flat(facts).items()]
     misfits = verdict()
-    said = "".join(f"\n  - {line}" for line in misfits) if misfits else " all installed packages are compatible"
-    return "\n".join([*lines, f"- compatibility:{said}"])
+    problems = "".join(f"\n  - {line}" for line in misfits) if misfits else " all installed packages are compatible"
+    return "\n".join([*lines, f"- compatibility:{problems}"])
 
 
 REGISTERED = plugins.entries("commands")

@@ -92,8 +92,8 @@ class Failure:
     tail: str
 
     def __str__(self) -> str:
-        said = f"; the last lines of its stderr:\n{self.tail}" if self.tail else " and wrote nothing to stderr."
-        return f"process {self.rank} failed first, with exit code {self.code}{_signal_name(self.code)}{said}"
+        output = f"; the last lines of its stderr:\n{self.tail}" if self.tail else " and wrote nothing to stderr."
+        return f"process {self.rank} failed first, with exit code {self.code}{_signal_name(self.code)}{output}"
 
 
 def _signal_name(code: int) -> str:

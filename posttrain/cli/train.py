@@ -103,12 +103,12 @@ def resume_from(config: Any) -> Any:
     """Convert the option ``resume_from_checkpoint`` (true, false, auto or a path) to the argument ``resume_from_checkpoint``
     of `Trainer.train`.
     """
-    asked = config.resume_from_checkpoint
-    word = str(asked).lower()
+    resume = config.resume_from_checkpoint
+    word = str(resume).lower()
     if word in ("auto", "false"):
         # Callbacks read this field. The trainer sets it to the path of a checkpoint if it finds one.
         config.resume_from_checkpoint = None
-    return {"true": True, "false": None, "auto": "auto"}.get(word, asked)
+    return {"true": True, "false": None, "auto": "auto"}.get(word, resume)
 
 
 def reward_functions(script_args: Any) -> list[Any]:
@@ -558,9 +558,9 @@ def with_multi_gpu(launch: list[str]) -> list[str]:
             f"with --cpu, accelerate launch starts only one process, but num_processes={parsed.num_processes}. Fix: replace "
             "--cpu with --use_cpu true."
         )
-    said = parsed.config_file or parsed.multi_gpu or parsed.use_deepspeed or parsed.use_fsdp or parsed.tpu
-    said = said or parsed.use_megatron_lm or Path(default_config_file).is_file()
-    return ["--multi_gpu", *launch] if several and not said else launch
+    chosen = parsed.config_file or parsed.multi_gpu or parsed.use_deepspeed or parsed.use_fsdp or parsed.tpu
+    chosen = chosen or parsed.use_megatron_lm or Path(default_config_file).is_file()
+    return ["--multi_gpu", *launch] if several and not chosen else launch
 
 
 def launched(launch: list[str], *, config: PostTrainingConfig | None = None) -> tuple[int, int]:

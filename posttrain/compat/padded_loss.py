@@ -250,10 +250,10 @@ def label_tokens(counts: Denominators, divides: bool) -> Tensor | None:
 def _as_said(inputs: Any, counts: Denominators) -> Denominators:
     """Return the counts of a step. For online methods, a subclass can set the number of tokens in the dict."""
     counted = inputs.made.get(ITEMS) if isinstance(inputs, PaddedInputs) else None
-    said = inputs.get(ITEMS) if counted is not None else None
-    if counted is None or said is None or not counted or float(said) == float(counted):
+    divisor = inputs.get(ITEMS) if counted is not None else None
+    if counted is None or divisor is None or not counted or float(divisor) == float(counted):
         return counts
-    return replace(counts, tokens=counts.tokens * float(said) / float(counted))
+    return replace(counts, tokens=counts.tokens * float(divisor) / float(counted))
 
 
 def _shared(whole: Denominators, parts: float) -> Denominators:

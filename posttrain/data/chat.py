@@ -110,8 +110,8 @@ def check_messages(messages: Any) -> None:
         if not (plain or isinstance(message, Mapping)) or not isinstance(message.get("role"), str):
             keys = sorted(message) if isinstance(message, Mapping) else type(message).__name__
             raise DataError(f"message {number} must be a mapping with a role and content, but it is {keys}.")
-        said = message.get("content") is not None or message.get("tool_calls")
-        if not said and not any(message.get(name) for name in REASONING):
+        has_content = message.get("content") is not None or message.get("tool_calls")
+        if not has_content and not any(message.get(name) for name in REASONING):
             raise DataError(
                 f"message {number} (role {message['role']!r}) has no content. Its keys are {sorted(message)}. Fix: add "
                 "'content', or remove the message."

@@ -389,8 +389,12 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**example, **extract_prompt(example)}
     # Missing keys that Arrow added are removed, as in `extract_prompt`.
     bare = strip_none({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-    said = bare["prompt"]
-    if isinstance(said, list) and said and bare["chosen"][: len(said)] == said == bare["rejected"][: len(said)]:
+    prompt = bare["prompt"]
+    if (
+        isinstance(prompt, list)
+        and prompt
+        and bare["chosen"][: len(prompt)] == prompt == bare["rejected"][: len(prompt)]
+    ):
         warn_once(
             logger,
             "chosen and rejected begin with the messages of the prompt. These messages are removed from chosen and rejected.",

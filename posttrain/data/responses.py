@@ -294,9 +294,9 @@ CALL = tool_call("zq_find", {"zq_a": "zq thing", "zq_n": 3})
 def _written(tokenizer: Tokenizer, message: dict[str, Any]) -> tuple[str, str]:
     """Render a message with the chat template. Return the prompt before the message, and the text that the model generates."""
 
-    def rendered(said: dict[str, Any]) -> tuple[str, str]:
+    def rendered(message: dict[str, Any]) -> tuple[str, str]:
         head = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
-        return head, tokenizer.apply_chat_template([ASK, said], tokenize=False)
+        return head, tokenizer.apply_chat_template([ASK, message], tokenize=False)
 
     try:
         head, text = rendered(message)

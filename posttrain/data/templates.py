@@ -197,16 +197,16 @@ class Match:
 def _match(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> Match:
     template = training_template(family, _setting(family, tokenizer, theirs))
     agreed, difference = 0, None
-    for probe, said in zip(PROBES, theirs, strict=True):
-        if said is None or not probe.is_shown(said):
+    for probe, rendered in zip(PROBES, theirs, strict=True):
+        if rendered is None or not probe.is_shown(rendered):
             if probe.required:
-                return Match(family, template, agreed, (probe.name, "", said or "(refused)"))
+                return Match(family, template, agreed, (probe.name, "", rendered or "(refused)"))
             continue  # The published template rejects this probe or omits its content.
         ours = _rendered(tokenizer, template, probe)
-        if ours is not None and family.same(ours, said, probe.history):
+        if ours is not None and family.same(ours, rendered, probe.history):
             agreed += 1
         elif difference is None:
-            difference = (probe.name, ours or "(refused)", said)
+            difference = (probe.name, ours or "(refused)", rendered)
     return Match(family, template, agreed, difference)
 
 
@@ -232,7 +232,7 @@ def _trained(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
         ids, mask = assistant_mask(tokenizer, messages)
     except Exception:
         return []
-    return [token for token, said in zip(ids, mask, strict=True) if said]
+    return [token for token, trained in zip(ids, mask, strict=True) if trained]
 
 
 DIALOGUE = (
@@ -367,8 +367,8 @@ def get_training_chat_template(
     shadow = with_template(processing_class, template)
     # Check whether token offsets locate exactly the two assistant turns of a conversation, including their end tokens.
     for messages in (TWO_TURNS, as_blocks(TWO_TURNS)) if not marked and tools_fit else ():
-        said = shadow.decode(_trained(shadow, messages))
-        if all((m["content"] in said) == (m["role"] == "assistant") for m in TWO_TURNS):
+        shown = shadow.decode(_trained(shadow, messages))
+        if all((m["content"] in shown) == (m["role"] == "assistant") for m in TWO_TURNS):
             logger.info("the chat template belongs to no known family. Assistant turns are located from token offsets")
             return None
     raise ModelError(_unknown(match, marked, tools_fit))
@@ -576,22 +576,22 @@ def _row_problems(
     if names and not any(name in text for name in names):
         codes.add("PT-K120")
     # Compare only the last word of each message, because templates may trim or escape a text, or remove its reasoning.
-    said = [
+    texts = [
         m["content"].rpartition("</think>")[2]
         for m in messages
         if m["role"] in SPOKEN and isinstance(m.get("content"), str)
     ]
-    last_words = [re.findall(r"\w+", words)[-1:] for words in said]
+    last_words = [re.findall(r"\w+", words)[-1:] for words in texts]
     if any(word not in text for words in last_words for word in words):
         codes.add("PT-K121")
     if bos is not None and ids[:2] == [bos, bos]:
         codes.add("PT-K111")
     elif bos is not None and ids[:1] != [bos] and tokenizer("a")["input_ids"][:1] == [bos]:
         codes.add("PT-K112")
-    said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not said or not turns:
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not replies or not turns:
         return codes
-    if said[-1] > 0 and common_prefix(head := ids_of(begun(said[-1], True)), ids) < len(head):
+    if replies[-1] > 0 and common_prefix(head := ids_of(begun(replies[-1], True)), ids) < len(head):
         codes.add("PT-K115")
     try:
         _, mask = assistant_mask(tokenizer, messages, rendered=rendered, **kwargs)
@@ -599,7 +599,7 @@ def _row_problems(
         mask = []
     if not any(mask):
         codes.add("PT-K114")
-    elif said[0] > 0 and mask.index(1) != len(ids_of(begun(said[0], True))):
+    elif replies[0] > 0 and mask.index(1) != len(ids_of(begun(replies[0], True))):
         codes.add("PT-K117")
     return codes
 

@@ -65,8 +65,8 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    asked = Path(name).expanduser()
-    path_like = asked.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    given = Path(name).expanduser()
+    path_like = given.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     offline = any(os.environ.get(switch, "").lower() in ON for switch in SWITCHES[kind])
     hub = (
         "and a path is not looked for on the hub"
@@ -77,10 +77,10 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
     )
     quoted = str(error).strip().splitlines()[0].rstrip(".") if error is not None and str(error).strip() else ""
     loader = f" The loader says: {quoted}." if quoted and not path_like else ""
-    copy_of_demo = MADE / asked.name
+    copy_of_demo = MADE / given.name
     fix = (
         f"The demo's copy, made of 4-bit weights, is in {str(copy_of_demo)!r}: give that path, or check spelling and network."
-        if kind != "dataset" and asked.name and (copy_of_demo / "config.json").is_file()
+        if kind != "dataset" and given.name and (copy_of_demo / "config.json").is_file()
         else "Check the path."
         if path_like
         else "Check the spelling; give a folder, or fetch it once with the network on."
@@ -88,7 +88,7 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
         else "Check the spelling, the network and your access to it, or give a folder."
     )
     return (
-        f"{kind} {name!r} was not found{_nearest(name)}: there is no folder {str(asked.absolute())!r}, {hub} "
+        f"{kind} {name!r} was not found{_nearest(name)}: there is no folder {str(given.absolute())!r}, {hub} "
         f"({offline_variables(kind)}).{loader} {fix}"
     )
 
@@ -119,8 +119,8 @@ def refuse_unreachable(kind: str, name: str) -> None:
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS_TO_ANSWER)
     except httpx2.TransportError as error:
-        said = f"{not_found(kind, name, error)} {network_advice(error, constants.ENDPOINT)}"
-        raise (DataError if kind == "dataset" else ModelError)(said) from None
+        message = f"{not_found(kind, name, error)} {network_advice(error, constants.ENDPOINT)}"
+        raise (DataError if kind == "dataset" else ModelError)(message) from None
 
 
 @contextmanager

@@ -59,9 +59,9 @@ def network_advice(error: BaseException, url: str) -> str:
             "The server closed the connection without a response: see its log for the cause (a crash, a restart, a proxy).",
         ),
     )
-    for kind, said in advice:
+    for kind, text in advice:
         if any(isinstance(failure, kind) for failure in failures):
-            return said
+            return text
     return "Is the server running and reachable from here? Start it, or correct its address."
 
 

@@ -585,10 +585,10 @@ class Checkpointer:
         first, self._begun = not self._begun, True
         fills_gpu = first and args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator)
         fills_gpu = fills_gpu and not keeps_on_host(args)
-        asked = {"PT-L001": True, "PT-L002": saves, "PT-L003": fills_gpu}
+        checked = {"PT-L001": True, "PT-L002": saves, "PT-L003": fills_gpu}
         lock.acquire()
         try:
-            with checks.preflight.record_check("config", [code for code, here in asked.items() if here]):
+            with checks.preflight.record_check("config", [code for code, here in checked.items() if here]):
                 findings = [_strangers_of(args, self.run, resumed=resumed)]
                 if saves:
                     folder, needs = str(Path(args.output_dir).expanduser()), checkpoint_bytes(model, args)
@@ -734,8 +734,8 @@ class Place:
         self.stream = [passes, drawn if skips else 0, *(length or [0])]
         return self.stream[0], self.stream[1]
 
-    def draw(self, iterator: Any, count: int, asked: int) -> None:
-        """Count the micro-batches that were read. A new iterator begins a new pass. If fewer than ``asked`` were read,
+    def draw(self, iterator: Any, count: int, requested: int) -> None:
+        """Count the micro-batches that were read. A new iterator begins a new pass. If fewer than ``requested`` were read,
         the pass has ended.
         """
         passes, drawn, length = self.stream
@@ -743,7 +743,7 @@ class Place:
             passes, drawn = (passes, drawn) if self._iterator is None else (passes + 1, 0)
             self._iterator = iterator
         drawn += count
-        self.stream = [passes, drawn, drawn if count < asked else length]
+        self.stream = [passes, drawn, drawn if count < requested else length]
 
     def epoch(self, estimate: float | None) -> float | None:
         """Return the number of passes over the rows. Before the first pass has ended, the length of a stream is unknown

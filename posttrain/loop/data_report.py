@@ -285,13 +285,13 @@ def prompt_rows(
     return [Row(prompt, [], []) for prompt in ids]
 
 
-def refuse_data(said: Sequence[str]) -> None:
+def refuse_data(problems: Sequence[str]) -> None:
     """Raise the collected warnings as one error, as ``strict_data`` requires.
 
     Raises:
         DataError: Always. The message lists all warnings.
     """
-    listed = "".join(f"\n- {text}" for text in said)
+    listed = "".join(f"\n- {text}" for text in problems)
     raise DataError(
         f"strict_data=True turns every warning about the data into an error:{listed}\nFix: correct the data, or "
         "set strict_data=False."

@@ -224,7 +224,7 @@ class _Evaluation:
         batches = [
             one for _, one in sorted(parallel.all_gather_objects(seen, self.accelerator), key=lambda item: item[0])
         ]
-        asked = set(self.args.include_for_metrics)
+        included = set(self.args.include_for_metrics)
         columns = [
             [item for one in batches for item in getattr(one, name)]
             for name in ("predictions", "labels", "inputs", "losses")
@@ -232,7 +232,7 @@ class _Evaluation:
         predictions, labels, inputs, losses = columns[0], columns[1], columns[2], np.array(columns[3])
         shown: list[Any] = [
             _stacked(predictions), _stacked(labels),
-            _stacked(inputs) if "inputs" in asked else None, losses if asked & {"loss", "losses"} else None,
+            _stacked(inputs) if "inputs" in included else None, losses if included & {"loss", "losses"} else None,
         ]  # fmt: skip
         return EvalPrediction(*(map(_tensors, shown) if as_tensors else shown))
 

@@ -48,8 +48,8 @@ def resumed_from(args: TrainingArguments, state: TrainerState) -> Path | None:
     checkpoint of the current step in the output directory. A candidate with another log history belongs to another run
     and is skipped.
     """
-    asked = args.resume_from_checkpoint
-    candidates = [Path(asked)] if isinstance(asked, str) else []
+    resume = args.resume_from_checkpoint
+    candidates = [Path(resume)] if isinstance(resume, str) else []
     candidates.append(Path(args.output_dir or ".") / f"checkpoint-{state.global_step}")
     ours = json.dumps([state.global_step, state.log_history])
     for folder in candidates:

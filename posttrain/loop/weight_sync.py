@@ -211,12 +211,12 @@ class WeightSync:
         process's own rollouts.
         """
         mine = [_seeded(requests, sampling) for requests, sampling in batches]
-        asked = parallel.gather_objects(mine, self.accelerator)
+        gathered = parallel.gather_objects(mine, self.accelerator)
 
         def answer() -> list[list[list[Rollout]]]:
-            flat = [request for rank in asked for batch in rank for request in batch]
+            flat = [request for rank in gathered for batch in rank for request in batch]
             stream = iter(self.engine.generate(flat, Sampling(1)) if flat else [])
-            return [[[next(stream) for r in batch for _ in range(r.n)] for batch in rank] for rank in asked]
+            return [[[next(stream) for r in batch for _ in range(r.n)] for batch in rank] for rank in gathered]
 
         with parallel.failing_together(self.accelerator):
             shares = answer() if self.accelerator.is_main_process else []

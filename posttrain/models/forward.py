@@ -70,13 +70,13 @@ def forward(
         The requested outputs. The shapes of outputs are described in `posttrain.types.ModelOutputs`.
     """
     install_token_head(model)
-    asked = Pass(batch, needs, temperature, truncation, chunk_size, compare is not None)
+    request = Pass(batch, needs, temperature, truncation, chunk_size, compare is not None)
     split = token_split.active()
     # After a pass with gradients, keep the attention's name in the config, because the backward pass calls checkpointed layers
     # again.
     named = nullcontext() if torch.is_grad_enabled() else attention_renamed(model, lambda name: name)
     with named:
-        result = run(model, asked, compare) if split is None else split.forward(model, asked, compare)
+        result = run(model, request, compare) if split is None else split.forward(model, request, compare)
     if "scores" in needs:
         return ModelOutputs(scores=result["scores"][:, 0])
     return ModelOutputs(
@@ -106,16 +106,16 @@ class Pass:
     compares: bool = False
 
 
-def run(model: nn.Module, asked: Pass, compare: Callable[..., dict[str, Any]] | None) -> dict[str, Any]:
+def run(model: nn.Module, request: Pass, compare: Callable[..., dict[str, Any]] | None) -> dict[str, Any]:
     """Run a forward pass. The result maps names to tensors in the order of loss positions, ``(N, ...)``, or of
     sequences, ``(S, ...)``.
     """
-    return call(model, asked.batch, *prepared(model, asked, compare))
+    return call(model, request.batch, *prepared(model, request, compare))
 
 
 def prepared(
     model: nn.Module,
-    asked: Pass,
+    request: Pass,
     compare: Callable[..., dict[str, Any]] | None,
     split: TokenSplit | None = None,
     columns: slice | None = None,
@@ -124,14 +124,14 @@ def prepared(
 
     Args:
         model: See `forward`.
-        asked: Description of the pass.
+        request: Description of the pass.
         compare: See `forward`.
         split: Sequence-parallel group that computes the pass. None: this process computes it alone.
         columns: Columns that this process computes within the group. None: all columns.
     """
     inner: Any = causal_lm(model)
-    batch, needs, virtual = asked.batch, asked.needs, virtual_tokens(model)
-    head = _score_head(batch, virtual) if "scores" in needs else _token_head(asked, virtual)
+    batch, needs, virtual = request.batch, request.needs, virtual_tokens(model)
+    head = _score_head(batch, virtual) if "scores" in needs else _token_head(request, virtual)
     if isinstance(head, TokenHead):
         head.compare = compare
     if isinstance(head, TokenHead) and "values" in needs:
@@ -169,21 +169,21 @@ def _attention(
     return inputs | ({} if seen.position_ids is None else {"position_ids": seen.position_ids})
 
 
-def _token_head(asked: Pass, virtual: int) -> TokenHead:
-    batch = asked.batch
+def _token_head(request: Pass, virtual: int) -> TokenHead:
+    batch = request.batch
     rows, columns = batch.loss_mask.nonzero(as_tuple=True)
     return TokenHead(
         rows=rows,
         columns=batch.predictor[rows, columns] + virtual,
         targets=batch.input_ids[rows, columns],
-        temperature=asked.temperature,
-        truncation=asked.truncation,
-        chunk_size=asked.chunk_size,
+        temperature=request.temperature,
+        truncation=request.truncation,
+        chunk_size=request.chunk_size,
         expected_grad=None if batch.expected_grad is None else batch.expected_grad[rows, columns],
-        needs=asked.needs,
+        needs=request.needs,
         # Include virtual tokens, because they pass through the routers too, and the model's own load-balancing loss counts
         # them.
-        balance_over=nn.functional.pad(batch.real.long(), (virtual, 0), value=1) if "aux" in asked.needs else None,
+        balance_over=nn.functional.pad(batch.real.long(), (virtual, 0), value=1) if "aux" in request.needs else None,
     )
 
 

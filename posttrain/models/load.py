@@ -336,7 +336,7 @@ def check_distributed(distributed: Any) -> None:
     sizes = {name: value for name, value in fields.items() if name.endswith("_size") and (value or 1) > 1}
     experts = fields.get("enable_expert_parallel") or sizes.get("ep_size")
     if sizes or experts:
-        said = ", ".join(f"{name}={value}" for name, value in sizes.items()) or "enable_expert_parallel=True"
+        listed = ", ".join(f"{name}={value}" for name, value in sizes.items()) or "enable_expert_parallel=True"
         needs = (
             "expert parallelism needs an exchange of tokens inside the forward pass, and gradients averaged over only the "
             "processes with the same experts, but here gradients are averaged over all processes"
@@ -344,7 +344,7 @@ def check_distributed(distributed: Any) -> None:
             else "the output layer is used one chunk at a time, outside of the forward pass that gathers its shards"
         )
         raise ConfigError(
-            f"distributed_config with {said} is not supported: {needs}. Fix: remove it. To shard the model, use accelerate's "
+            f"distributed_config with {listed} is not supported: {needs}. Fix: remove it. To shard the model, use accelerate's "
             "FSDP2 or ZeRO-3 (--accelerate_config fsdp2)."
         )
 

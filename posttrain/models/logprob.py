@@ -225,16 +225,16 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        asked: _LogprobRequest,
+        request: _LogprobRequest,
     ) -> tuple[Tensor, ...]:
-        rule, wants, truncation = asked.rule, asked.wants, asked.truncation
+        rule, wants, truncation = request.rule, request.wants, request.truncation
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         n = targets.shape[0]
         logp, log_z = hidden.new_empty(n, dtype=wide), hidden.new_empty(n, dtype=wide)
         ahead = None
-        if asked.once:
+        if request.once:
             sums = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], wide)
-            ahead = _Ahead(asked.expected, sums, logp)
+            ahead = _Ahead(request.expected, sums, logp)
         entropy, mean_logit, collision = (hidden.new_empty(n * (name in wants), dtype=wide) for name in NUMBERS)
         log_mass = hidden.new_empty(n * bool(truncation), dtype=wide)
         correct = torch.empty(n * ("correct" in wants), dtype=torch.bool, device=hidden.device)
@@ -378,11 +378,11 @@ def token_logprobs(
         raise ConfigError(f"temperature={temperature} must be above 0, because the logits are divided by it.")
     hidden, weight, bias, chunk = _prepared(hidden, weight, bias, chunk_size)
     rule = _Rule(logit_scale, softcap, temperature, chunk)
-    asked = {
+    requested = {
         "entropy": need_entropy or entropy_grad, "correct": need_correct, "mean_logit": need_mean_logit,
         "collision": need_collision, "log_mass": bool(truncation), "entropy_grad": entropy_grad,
     }  # fmt: skip
-    wants = frozenset(name for name, want in asked.items() if want)
+    wants = frozenset(name for name, want in requested.items() if want)
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     known = len(targets) > 0 and (frozen or (expected_grad is not None and hidden.device.type == "cpu"))
     # Exclude float16. Without gradient scaling, small probabilities would underflow in it.
@@ -396,7 +396,9 @@ def token_logprobs(
     request = _LogprobRequest(rule, wants, truncation, once, None if frozen else expected_grad)
     with torch.autocast(hidden.device.type, enabled=False):
         logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, request)
-    return TokenLogprobs(logp, *(value if name in wants else None for name, value in zip(asked, rest, strict=False)))
+    return TokenLogprobs(
+        logp, *(value if name in wants else None for name, value in zip(requested, rest, strict=False))
+    )
 
 
 Measure = Callable[[Tensor, slice], Tensor]

@@ -331,10 +331,10 @@ def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
     elif "DEEPSPEED" in name:
         runs = "ZeRO-3" if shards_parameters(accelerator) else "ZeRO below 3"
     before, now = len(list(folder.glob("rng_state*.pth"))), accelerator.num_processes
-    said = [f"{count} process{'' if count == 1 else 'es'}" for count in (before, now)]
+    ranks = [f"{count} process{'' if count == 1 else 'es'}" for count in (before, now)]
     if wrote is not None and wrote != runs and (wrote, runs) != ("FSDP", WHOLE):
         raise CheckpointError(
-            f"the optimizer of {str(folder)!r} was saved by {said[0]} with {wrote}, but this run has {said[1]} with {runs} and "
+            f"the optimizer of {str(folder)!r} was saved by {ranks[0]} with {wrote}, but this run has {ranks[1]} with {runs} and "
             f"would start with a new optimizer. Fix: resume with {wrote}, or use the folder as the model of a new run."
         )
     shards = zero_shards(folder)

@@ -22,7 +22,7 @@ class TokenSplit(Protocol):
         """Number of processes in the group."""
         ...
 
-    def forward(self, model: nn.Module, asked: Pass, compare: Callable[..., dict[str, Any]] | None) -> dict[str, Any]:
+    def forward(self, model: nn.Module, request: Pass, compare: Callable[..., dict[str, Any]] | None) -> dict[str, Any]:
         """Run a forward pass. Each process computes a part of the columns."""
         ...
 

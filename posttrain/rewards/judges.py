@@ -140,16 +140,18 @@ class JudgeReward:
         texts = [as_text(completion) for completion in completions]
         binary, judge = isinstance(self.judge, BaseBinaryJudge), cast(Any, self.judge)
         if binary:
-            asked = [as_text(prompt) for prompt in prompts]
+            questions = [as_text(prompt) for prompt in prompts]
             gold = None if gold_completions is None else [as_text(text) for text in gold_completions]
-            verdicts = judge.judge(asked, texts, gold)
+            verdicts = judge.judge(questions, texts, gold)
         else:
-            asked = [as_text(prompts[group[0]]) for group in groups]
+            questions = [as_text(prompts[group[0]]) for group in groups]
             answers = [[texts[i] for i in group] for group in groups]
             options = {"images": [_addresses(prompts[group[0]]) for group in groups]} if judge.vision else {}
-            verdicts = judge.judge(asked, answers, **options)
-        if len(verdicts) != len(asked):
-            raise RewardError(f"{self.__name__} returned {len(verdicts)} verdicts, but there are {len(asked)} prompts.")
+            verdicts = judge.judge(questions, answers, **options)
+        if len(verdicts) != len(questions):
+            raise RewardError(
+                f"{self.__name__} returned {len(verdicts)} verdicts, but there are {len(questions)} prompts."
+            )
         if binary:
             rewards = [self._binary([verdicts[i] for i in group]) for group in groups]
         else:

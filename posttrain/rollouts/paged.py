@@ -197,14 +197,14 @@ class PagedEngine(RolloutEngine):
         return results
 
     def _rollout(self, prompt: list[int], result: Any, sampling: Sampling) -> Rollout:
-        tokens, said = list(result.generated_tokens), list(result.logprobs)
+        tokens, logps = list(result.generated_tokens), list(result.logprobs)
         ended = bool(tokens) and tokens[-1] in sampling.stop_token_ids
         cut = sampling.temperature > 0 and bool(sampling.truncation)
         # With truncation, transformers returns log-probs under the truncated distribution, which cannot be compared with the
         # trainer's.
         return Rollout(
-            prompt, tokens, [] if cut else said, "stop" if ended else "length", self.version,
-            processed_logp=said if cut else None,
+            prompt, tokens, [] if cut else logps, "stop" if ended else "length", self.version,
+            processed_logp=logps if cut else None,
         )  # fmt: skip
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -85,10 +85,10 @@ class SFTTrainer(PostTrainer):
         self.reports: dict[str, PreparationReport] = {}
         args = as_config(self.config_class, args)
         # The class itself can be used, because its attributes have the default values.
-        asked = args or SFTConfig
-        if asked.loss_type == "dft" and compute_loss_func is not None:
+        config = args or SFTConfig
+        if config.loss_type == "dft" and compute_loss_func is not None:
             raise ConfigError("loss_type='dft' and compute_loss_func both define the loss. Fix: remove one of them.")
-        joins = {"padding_free": asked.padding_free, "packing": asked.packing, "eval_packing": asked.eval_packing}
+        joins = {"padding_free": config.padding_free, "packing": config.packing, "eval_packing": config.eval_packing}
         joined = [name for name, on in joins.items() if on]
         if data_collator is not None and joined:
             raise ConfigError(

@@ -371,13 +371,13 @@ class Policy:
         not match the sampled distribution.
         """
         for name, value in OFF.items():
-            if (asked := getattr(body, name)) not in (None, value) and not self.overrides:
-                raise CallError(_other(name, asked, value), param=name, code="unsupported_value")
+            if (requested := getattr(body, name)) not in (None, value) and not self.overrides:
+                raise CallError(_other(name, requested, value), param=name, code="unsupported_value")
         for name in OF_THE_RUN:
-            asked, own = getattr(body, name), getattr(self.sampling, name)
-            alike = asked is None or math.isclose(max(asked, 0), own or 0, abs_tol=1e-9)
+            requested, own = getattr(body, name), getattr(self.sampling, name)
+            alike = requested is None or math.isclose(max(requested, 0), own or 0, abs_tol=1e-9)
             if not alike and not self.overrides:
-                raise CallError(_other(name, asked, own), param=name, code="unsupported_value")
+                raise CallError(_other(name, requested, own), param=name, code="unsupported_value")
 
     def _check_budget(self, session: Session) -> None:
         sampled = sum(call.state in ("waiting", "answered") for call in session.calls)
@@ -412,21 +412,21 @@ class Policy:
         return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
 
 
-def _other(name: str, asked: Any, own: Any) -> str:
+def _other(name: str, requested: Any, own: Any) -> str:
     return (
-        f"{name}={asked} differs from the run's {name}={own}, so the log-probs of the loss would not match the sampled "
+        f"{name}={requested} differs from the run's {name}={own}, so the log-probs of the loss would not match the sampled "
         f"distribution. Fix: remove {name} from the call, set it in the run's config, or set "
         "harness_sampling='override', which samples with the run's settings."
     )
 
 
-def _seed(own: int, call: CapturedCall, asked: int | None, number: int) -> int:
+def _seed(own: int, call: CapturedCall, requested: int | None, number: int) -> int:
     """Compute the seed of a call from the session's seed, the number of the call, and its prompt.
 
     If the call contains a seed, an equal call in the same session gets the same completion. Other sessions get other
     completions.
     """
-    named = json.dumps([own, call.prompt_ids, asked if asked is not None else number])
+    named = json.dumps([own, call.prompt_ids, requested if requested is not None else number])
     return int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big")
 
 

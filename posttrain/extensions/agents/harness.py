@@ -442,11 +442,11 @@ class HarnessRunner:
                 _kill(process, session.key)
                 with self._lock:
                     self._commands.pop(process, None)
-            said, complaint = (_last_output(file) for file in (out, err))
+            output, complaint = (_last_output(file) for file in (out, err))
             cut = out.seek(0, os.SEEK_END) > OUTPUT_READ
         if process.returncode:
             raise RolloutError(f"{command[0]!r} ended with exit code {process.returncode}: {complaint.strip()[-TAIL:]}")
-        lines = [line for line in said.split("\n") if line.strip()]
+        lines = [line for line in output.split("\n") if line.strip()]
         if not lines:
             return None
         if cut and len(lines) == 1:

@@ -371,14 +371,14 @@ class CaptureProxy:
     def _retried(self, session: Session, digest: str, request: Request) -> CapturedCall | None:
         """Return the earlier call that this request retries, or None for a new call."""
         count = request.headers.get("x-stainless-retry-count", "")
-        said = int(count) if count.isdecimal() else 0
-        before = session.same_body(digest, said)
+        declared = int(count) if count.isdecimal() else 0
+        before = session.same_body(digest, declared)
         if before is None or before.state == "failed":
             return None
         unread = before.state == "cancelled" and bool(
             before.completions or (session.key, before.number) in self._sampling
         )
-        if not (said or unread) or (before.state == "cancelled" and not unread):
+        if not (declared or unread) or (before.state == "cancelled" and not unread):
             return None
         before.retries += 1
         if unread:

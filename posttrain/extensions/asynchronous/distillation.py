@@ -36,7 +36,7 @@ from posttrain.types import Advantages
 ASKED_AT_ONCE = 16  # Maximum number of rollouts that the teachers score concurrently.
 
 
-class TeachersAsked:
+class TeacherRequests:
     """Sends each rollout to the teacher servers as soon as it arrives, so that most scores are available when the
     training step begins.
 
@@ -58,8 +58,8 @@ class TeachersAsked:
         pass through `begin`, so their scores are requested here.
         """
         began = time.perf_counter()
-        asked = [s.scores if isinstance(s.scores, Future) else self.pool.submit(self.ask, s) for s in samples]
-        for sample, future in zip(samples, asked, strict=True):
+        futures = [s.scores if isinstance(s.scores, Future) else self.pool.submit(self.ask, s) for s in samples]
+        for sample, future in zip(samples, futures, strict=True):
             sample.scores = future.result()
         return {"perf/teacher_wait_s": mean(time.perf_counter() - began)}
 
@@ -174,16 +174,16 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
         """Create the queue of rollouts. If the teachers run on servers, each rollout is sent to them as soon as it arrives."""
         source = super().make_source()
         if self.servers:
-            source.service.scoring = TeachersAsked(self._reported_by)
+            source.service.scoring = TeacherRequests(self._reported_by)
         return source
 
     def _reported_by(self, sample: RolloutSample) -> dict[str, Any]:
         """Return the teacher servers' scores of one rollout. If the dataset selects one teacher per row, only this
-        teacher is asked.
+        teacher gets a request.
         """
         numbers = [self.teacher_number(sample.teacher_id)] if self.chosen_by_row else None
-        (said,) = teacher_servers(self.servers, [sample.rollout()], numbers)
-        return said
+        (scores,) = teacher_servers(self.servers, [sample.rollout()], numbers)
+        return scores
 
     def taken(self, batch: RolloutBatch) -> RolloutBatch:
         """Add the teacher's index of each completion and the scores from teacher servers to the batch."""

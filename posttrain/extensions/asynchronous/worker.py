@@ -353,8 +353,8 @@ class WorkerProcess:
     def describe(self, what: str) -> RolloutError:
         """Return an error that contains the problem and the last lines of the worker's log."""
         tail = self.tail()
-        said = f" The last lines of {self.log}:\n{tail}" if tail else f" It wrote nothing to {self.log}."
-        return RolloutError(f"rollout worker {self.index} (process {self.process.pid}) {what}.{said}")
+        output = f" The last lines of {self.log}:\n{tail}" if tail else f" It wrote nothing to {self.log}."
+        return RolloutError(f"rollout worker {self.index} (process {self.process.pid}) {what}.{output}")
 
     def stop(self, join_s: float = JOIN_S) -> None:
         """Stop the process. If the process is still running after ``join_s`` seconds, kill it."""

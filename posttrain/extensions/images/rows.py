@@ -166,7 +166,7 @@ def _encoded(
     if options.spoken:
         # After the prompt, every second segment is an assistant message, whose tokens contribute to the loss.
         turns = [(token, int(not at % 2 and token not in silent)) for at, ids in enumerate(answers) for token in ids]
-        return prompt, [([token for token, _ in turns], [said for _, said in turns])]
+        return prompt, [([token for token, _ in turns], [trained for _, trained in turns])]
     answers = [one_eos(ids, reader.tokenizer) if plain else ids for ids in answers]
     return prompt, [(ids, [int(token not in silent) for token in ids]) for ids in answers]
 
@@ -231,9 +231,9 @@ def _columns(
         for branch, (ids, mask) in zip(options.branches, answers, strict=True):
             columns |= {f"{branch}_ids": ids, f"{branch}_mask": mask}
     else:
-        ((ids, said),), silent = answers, {*reader.controls.values(), reader.token_id}
+        ((ids, of_answer),), silent = answers, {*reader.controls.values(), reader.token_id}
         whole = options.train_prompt and not options.spoken
-        trained = [int(whole and token not in silent) for token in prompt] + said
+        trained = [int(whole and token not in silent) for token in prompt] + of_answer
         columns["input_ids"] = prompt + ids
         columns["labels"] = [token if m else IGNORED for token, m in zip(prompt + ids, trained, strict=True)]
     columns["pictures"] = [stored(picture) for picture in pictures]
@@ -329,8 +329,8 @@ def spoken_segments(
     text, spans = assistant_spans(reader.render, blocks, end, **template_arguments(row))
     skipped = 0 if prompt_too else sum(message.get("role") == "assistant" for message in prompt)
     # If the conversation has no assistant message, use an empty one at its end.
-    said = spans[skipped:] or [(len(text), len(text))]
-    cuts, pictures = [0, *(at for span in said for at in span), len(text)], iter(in_order)
+    places = spans[skipped:] or [(len(text), len(text))]
+    cuts, pictures = [0, *(at for span in places for at in span), len(text)], iter(in_order)
     pieces = [text[a:b] for a, b in pairwise(cuts)]
     return [(piece, list(islice(pictures, reader.places(piece)))) for piece in pieces]
 

@@ -120,13 +120,15 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             self.system_prompt.format(prompt=prompt, response0=first, response1=second)
             for prompt, (first, second) in zip(prompts, shown, strict=True)
         ]
-        asked: list[Any] = texts
+        questions: list[Any] = texts
         if images is not None:
             shown_as = [[{"type": "image_url", "image_url": {"url": url}} for url in urls] for urls in images]
-            asked = [[*blocks, {"type": "text", "text": text}] for blocks, text in zip(shown_as, texts, strict=True)]
+            questions = [
+                [*blocks, {"type": "text", "text": text}] for blocks, text in zip(shown_as, texts, strict=True)
+            ]
         # If one request raises an exception, requests that have not started are canceled.
-        with ThreadPoolExecutor(max(1, min(self.concurrency, len(asked))), "judge") as pool:
-            verdicts = [self._verdict(answer) for answer in pool.map(self._ask, asked)]
+        with ThreadPoolExecutor(max(1, min(self.concurrency, len(questions))), "judge") as pool:
+            verdicts = [self._verdict(answer) for answer in pool.map(self._ask, questions)]
         return [v if v == NO_VERDICT or not turn else 1 - v for v, turn in zip(verdicts, turned, strict=True)]
 
     def _ask(self, text: Any) -> str:

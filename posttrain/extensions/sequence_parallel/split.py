@@ -180,7 +180,7 @@ class TokenSplit:
 
     # Passes ------------------------------------------------------------------------------------------------------
 
-    def forward(self, model: nn.Module, asked: Pass, compare: Compare | None) -> dict[str, Any]:
+    def forward(self, model: nn.Module, request: Pass, compare: Compare | None) -> dict[str, Any]:
         """Run a forward pass for `posttrain.models.forward.forward`.
 
         In a training pass over this process's batch, the other processes compute their columns with `help_with`. Passes
@@ -189,16 +189,16 @@ class TokenSplit:
         """
         training = torch.is_grad_enabled()
         if self.in_turn and training:
-            self.broadcast(_bare(asked))
-            return self._run(model, asked, compare, self.rank)
+            self.broadcast(_bare(request))
+            return self._run(model, request, compare, self.rank)
         if self.in_turn:
             with token_split.alone(model):
-                return run(model, asked, compare)
+                return run(model, request, compare)
         if training:
-            return run(model, asked, compare)
+            return run(model, request, compare)
         result: dict[str, Any] = {}
-        for owner, other in enumerate(self.exchanged(_bare(asked))):
-            batch = other.batch.to(asked.batch.input_ids.device)
+        for owner, other in enumerate(self.exchanged(_bare(request))):
+            batch = other.batch.to(request.batch.input_ids.device)
             mine = owner == self.rank
             found = self._run(model, replace(other, batch=batch), compare if mine else None, owner)
             result = found if mine else result
@@ -207,20 +207,20 @@ class TokenSplit:
     def help_with(self, model: nn.Module, owner: int) -> Tensor:
         """Compute this process's columns of a training pass of process ``owner``. The result's backward must be called."""
         install_token_head(model)
-        asked = self.receive(owner)
-        result = self._run(model, replace(asked, batch=asked.batch.to(self.device)), None, owner)
+        request = self.receive(owner)
+        result = self._run(model, replace(request, batch=request.batch.to(self.device)), None, owner)
         tensors = [x for x in result.values() if isinstance(x, Tensor) and x.requires_grad]
         return torch.stack([0.0 * x.float().sum() for x in tensors]).sum()
 
-    def _run(self, model: nn.Module, asked: Pass, compare: Compare | None, owner: int) -> dict[str, Any]:
+    def _run(self, model: nn.Module, request: Pass, compare: Compare | None, owner: int) -> dict[str, Any]:
         """Compute this process's columns of the batch that process ``owner`` owns, and sum the results over the group."""
-        columns = self.columns(asked.batch.input_ids.shape[1])
-        head, inputs = prepared(model, asked, compare, self, columns)
+        columns = self.columns(request.batch.input_ids.shape[1])
+        head, inputs = prepared(model, request, compare, self, columns)
         inputs |= {name: inputs[name][..., columns] for name in ("input_ids", "position_ids")}
-        head, own = _piece(head, columns, self, owner, compares=asked.compares)
-        result = call(model, asked.batch, head, inputs)
+        head, own = _piece(head, columns, self, owner, compares=request.compares)
+        result = call(model, request.batch, head, inputs)
         # Values of a comparison are already complete, because its inputs were gathered on the owner.
-        return result if asked.compares else _at_owner(result, own, self, owner)
+        return result if request.compares else _at_owner(result, own, self, owner)
 
     def turns(self, last: bool) -> Iterator[tuple[int | None, bool]]:
         """Iterate over the processes of the group; see `posttrain.models.token_split.turns`."""
@@ -355,10 +355,10 @@ def make_group(size: int, *, world: int, rank: int, device: torch.device) -> Tok
     return mine
 
 
-def _bare(asked: Pass) -> Pass:
+def _bare(request: Pass) -> Pass:
     """Return the batch on the CPU, without the tensors that only the objective needs."""
     empty = dict.fromkeys(("advantages", "old_logp", "ref_logp", "rollout_logp", "expected_grad"))
-    return replace(asked, batch=replace(asked.batch, **empty, columns={}).to("cpu"))
+    return replace(request, batch=replace(request.batch, **empty, columns={}).to("cpu"))
 
 
 def _piece(

@@ -229,9 +229,9 @@ def _tried(model: nn.Module, batch: Batch, needs: frozenset[str], size: int) -> 
         return forward(model, batch, needs)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         token_split.activate(None)
-        name, said = type(causal_lm(model)).__name__, str(error).splitlines()[0][:160]
+        name, reason = type(causal_lm(model)).__name__, str(error).splitlines()[0][:160]
         raise ModelError(
-            f"sp_size={size}: {name} does not run with sequence parallelism ({type(error).__name__}: {said}). Its "
+            f"sp_size={size}: {name} does not run with sequence parallelism ({type(error).__name__}: {reason}). Its "
             "layers do not pass all arguments to attention, or mix tokens outside it. Fix: set sp_size=1, and shard the "
             "model (FSDP2) for long rows."
         ) from error

@@ -214,8 +214,8 @@ class VLLMClient:
             response = self.session.request(method, url, timeout=limit, headers=headers, json=body)
             # Parse only responses with content. Some endpoints respond with an empty body or null, and adapter endpoints
             # respond with text.
-            said = response.status_code == 200 and response.content and path not in ADAPTER_PATHS
-            answer = (response.json() if said else None) or {}
+            has_body = response.status_code == 200 and response.content and path not in ADAPTER_PATHS
+            answer = (response.json() if has_body else None) or {}
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
             text = f"{url} did not respond within {timeout:g} s. {network_advice(error, url)}"
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error

@@ -335,8 +335,8 @@ class ServerEngine(RolloutEngine):
                 "generating."
             )
             return WeightSyncError(text, phase="generate", version=self.version)
-        said = "; ".join(f"{e.url}: {str(e).splitlines()[0]}" for e in errors)
-        return ServerUnreachable(f"none of {len(self.fleet.servers)} rollout servers is available. {said}")
+        reasons = "; ".join(f"{e.url}: {str(e).splitlines()[0]}" for e in errors)
+        return ServerUnreachable(f"none of {len(self.fleet.servers)} rollout servers is available. {reasons}")
 
     def _ask(self, server: Server, requests: Sequence[Request], alone: bool) -> list[Rollout]:
         n, sampling = requests[0].n, requests[0].sampling

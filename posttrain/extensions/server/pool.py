@@ -39,7 +39,7 @@ class Server:
         info: Properties that the server last reported.
         holds: Name of the version of the server's weights. Empty: unknown, so the weights must be pushed again.
         outstanding: Number of tokens that were requested and for which no response has arrived yet.
-        asked: Number of requests for which the server was selected. The idle server with the smallest number of
+        selected: Number of requests for which the server was selected. The idle server with the smallest number of
             requests is selected.
         down: Error because of which the server receives no requests. None: the server is available.
         lock: File lock that other trainers on this machine cannot acquire. The lock is None if no weights are pushed to
@@ -52,7 +52,7 @@ class Server:
     info: dict[str, Any]
     holds: str = ""
     outstanding: int = 0
-    asked: int = 0
+    selected: int = 0
     down: RolloutServerError | None = None
     lock: FileLock | None = None
     listed: bool = True
@@ -256,9 +256,9 @@ class ServerPool:
             ready = [s for s in self.live if s not in without and version in (None, s.holds)]
             if not ready:
                 return None
-            chosen = min(ready, key=lambda server: (server.outstanding, server.asked))
+            chosen = min(ready, key=lambda server: (server.outstanding, server.selected))
             chosen.outstanding += tokens
-            chosen.asked += 1
+            chosen.selected += 1
             return chosen
 
     def release(self, server: Server, tokens: int) -> None:

@@ -53,10 +53,10 @@ def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn
         ConfigError: The passed config contains a setting that engines do not support (beams, stop strings, ...).
     """
     own = generation_config_of(model)
-    asked = {} if config is None else config.to_diff_dict()
-    for name in [name for name in asked if name not in KNOWN and not name.startswith("_")]:
+    options = {} if config is None else config.to_diff_dict()
+    for name in [name for name in options if name not in KNOWN and not name.startswith("_")]:
         raise ConfigError(
-            f"generation_config.{name}={asked[name]!r} is not supported here. Fix: remove it"
+            f"generation_config.{name}={options[name]!r} is not supported here. Fix: remove it"
             f"{', and set max_new_tokens' if name == 'max_length' else ''}."
         )
     used = config if config is not None else own

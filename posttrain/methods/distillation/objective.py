@@ -197,16 +197,16 @@ class Comparison:
     def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
         """Compute tensors ``(N,)`` with one value per position, by name. ``divergence`` and ``logp`` are differentiable.
 
-        With several teachers, the result also contains ``divergence/NAME`` and ``asked/NAME`` for each teacher. ``asked/NAME``
+        With several teachers, the result also contains ``divergence/NAME`` and ``scored/NAME`` for each teacher. ``scored/NAME``
         is 1 at positions that the teacher has scored, and 0 at other positions.
         """
         self.targets = head.targets
         names = (*COLUMNS, *(f"divergence/{name}" for name in self.names))
         columns = dict(zip(names, _by_position(hidden, layer, rule, head, self.measure).unbind(1), strict=True))
         for name in self.names:
-            asked, rows = torch.zeros_like(columns["gap"]), self.shares[name].rows
-            asked[slice(None) if rows is None else rows] = 1.0
-            columns[f"asked/{name}"] = asked
+            scored, rows = torch.zeros_like(columns["gap"]), self.shares[name].rows
+            scored[slice(None) if rows is None else rows] = 1.0
+            columns[f"scored/{name}"] = scored
         return columns
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
@@ -490,10 +490,10 @@ def _divergence(compared: dict[str, Tensor]) -> dict[str, Metric]:
         "distill/divergence_max": maximum(compared["divergence"]),
         "distill/support_mass": mean(compared["mass"]),
     }
-    for asked in [key for key in compared if key.startswith("asked/")]:
-        name = asked.removeprefix("asked/")
-        metrics[f"teacher_jsd/{name}"] = mean(compared[f"divergence/{name}"], compared[asked])
-        metrics[f"teacher_token_frac/{name}"] = mean(compared[asked])
+    for scored in [key for key in compared if key.startswith("scored/")]:
+        name = scored.removeprefix("scored/")
+        metrics[f"teacher_jsd/{name}"] = mean(compared[f"divergence/{name}"], compared[scored])
+        metrics[f"teacher_token_frac/{name}"] = mean(compared[scored])
     return metrics
 
 

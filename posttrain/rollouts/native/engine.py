@@ -267,7 +267,7 @@ def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -
     failed = []
     for index in error.requests:
         prompt = list(run.requests[index].prompt_ids)
-        tokens = [c.tokens for c in run.live if c.asked.index == index]
+        tokens = [c.tokens for c in run.live if c.running.index == index]
         text = {} if tokenizer is None else {"prompt": tokenizer.decode(prompt)}
         failed.append({"request": index, **text, "prompt_ids": prompt, "completions": tokens})
     sampling = dataclasses.asdict(run.sampling)
@@ -359,8 +359,8 @@ def _compare(model: nn.Module) -> str | None:
         with context:
             with evaluating(model), own_precision(model):
                 rollouts = NativeEngine(model, pad_token_id=0, max_slots=3).generate(requests, sampling)
-            said = torch.cat([torch.tensor(r.logp) for r in rollouts])
-            fault = steady_disagreement(model, said, lambda: torch.cat(_true_logps(model, rollouts)), share)  # noqa: B023
+            sampled = torch.cat([torch.tensor(r.logp) for r in rollouts])
+            fault = steady_disagreement(model, sampled, lambda: torch.cat(_true_logps(model, rollouts)), share)  # noqa: B023
         if fault:
             return fault
     return None

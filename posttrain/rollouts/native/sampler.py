@@ -178,7 +178,7 @@ class Completion:
     """A completion that has not ended. ``before`` contains the tokens that were sampled before an interruption."""
 
     number: int
-    asked: RunningRequest
+    running: RunningRequest
     uniform: list[float]
     guide: Guide | None = None
     before: list[int] = field(default_factory=list)
@@ -233,17 +233,17 @@ class TokenSampler:
         if sampling.guide is not None:
             self._guides(sampling).start(sampling.guide)
 
-    def begin(self, asked: RunningRequest, index: int) -> Completion:
+    def begin(self, running: RunningRequest, index: int) -> Completion:
         """Create completion ``index`` of a request. It has no tokens yet."""
-        sampling = asked.sampling
+        sampling = running.sampling
         guide = self._guides(sampling).start(sampling.guide) if sampling.guide is not None else None
-        uniform = uniforms(asked.seed, asked.draws + index, sampling.max_new_tokens)
-        written = asked.request.written
-        before = list(asked.request.prompt_ids[-written:]) if written else []
+        uniform = uniforms(running.seed, running.draws + index, sampling.max_new_tokens)
+        written = running.request.written
+        before = list(running.request.prompt_ids[-written:]) if written else []
         if guide is not None:
             for token in before:
                 guide.accept(token)
-        return Completion(asked.number + index, asked, uniform, guide, before)
+        return Completion(running.number + index, running, uniform, guide, before)
 
     def _guides(self, sampling: Sampling) -> Guides:
         stops = sampling.stop_token_ids
@@ -255,7 +255,7 @@ class TokenSampler:
         """Sample the next token of each completion with the settings of its request."""
         parts: dict[str, list[int]] = {}
         for row, completion in enumerate(completions):
-            parts.setdefault(completion.asked.kind, []).append(row)
+            parts.setdefault(completion.running.kind, []).append(row)
         if len(parts) == 1:
             return self._draw_alike(logits, completions)
         tokens = torch.empty(len(completions), dtype=torch.long, device=logits.device)
@@ -265,13 +265,13 @@ class TokenSampler:
         return tokens
 
     def _draw_alike(self, logits: Tensor, completions: list[Completion]) -> Tensor:
-        sampling = completions[0].asked.sampling
+        sampling = completions[0].running.sampling
         uniform = torch.tensor([c.uniform[len(c.tokens)] for c in completions], dtype=torch.float64)
         # Copy without blocking, because a blocking copy would wait until the forward pass has finished.
         uniform = uniform.to(logits.device, non_blocking=True)
         history = None
         if sampling.repetition_penalty != 1.0 or sampling.no_repeat_ngram:
-            history = [list(c.asked.request.prompt_ids) + c.tokens for c in completions]
+            history = [list(c.running.request.prompt_ids) + c.tokens for c in completions]
         changes = has_rules(sampling) or sampling.guide is not None
         change = (lambda x: self._changed(x, sampling, completions, history)) if changes else None
         try:
@@ -279,9 +279,9 @@ class TokenSampler:
             _record(drawn, completions)
         except RolloutError as error:
             sick = logits.isnan().any(-1).tolist()
-            asked = sorted({c.asked.index for c, nan in zip(completions, sick, strict=True) if nan or not any(sick)})
+            failed = sorted({c.running.index for c, nan in zip(completions, sick, strict=True) if nan or not any(sick)})
             advice = "Check the weights for NaN." if any(sick) else "Loosen them."
-            raise SickRequests(f"{error} Requests: {asked[:8]}. {advice}", asked) from error
+            raise SickRequests(f"{error} Requests: {failed[:8]}. {advice}", failed) from error
         return drawn.tokens
 
     def _changed(
@@ -295,7 +295,7 @@ class TokenSampler:
 
     def stopped(self, completion: Completion) -> bool:
         """Return whether the last sampled token ends the completion."""
-        sampling = completion.asked.sampling
+        sampling = completion.running.sampling
         if completion.tokens[-1] in sampling.stop_token_ids or (completion.guide is not None and completion.guide.done):
             return True
         if not sampling.stop_strings:

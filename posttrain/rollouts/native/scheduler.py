@@ -35,7 +35,7 @@ class Run:
         pictured = any(r.pictures for r in requests)
         self.shared = [] if pictured else common_beginning([list(r.prompt_ids) for r in requests])
         self.prompts: list[Prompt] = []
-        self.asked = self._running_requests(requests, sampling)
+        self.running = self._running_requests(requests, sampling)
         self.done: list[Rollout | None] = [None] * sum(r.n for r in requests)
         self.store = Store(slots=min(engine.max_slots, max(1, len(self.done))))
         self.live: list[Completion] = []
@@ -43,14 +43,14 @@ class Run:
         self.cursor = self.steps = 0
         self.packed: Packed | None = None
         self.sampler = TokenSampler(engine.tokenizer, engine.inner.get_output_embeddings().weight.shape[0])
-        for settings in {id(a.sampling): a.sampling for a in self.asked}.values():
+        for settings in {id(a.sampling): a.sampling for a in self.running}.values():
             self.sampler.check(settings)
         empty = torch.empty(0, dtype=torch.long, device=self.device)
         self.tokens, self.positions, self.store.lengths = empty, empty, empty
 
     def _running_requests(self, requests: Sequence[Request], sampling: Sampling) -> list[RunningRequest]:
         """Create a `RunningRequest` for each request of the call. Requests with equal prompts share one `Prompt` object."""
-        asked, number = [], 0
+        running, number = [], 0
         seed = self.engine.new_seed() if sampling.seed is None else sampling.seed
         known: dict[Any, Prompt] = {}
         for index, request in enumerate(requests):
@@ -63,10 +63,10 @@ class Run:
             prompt.waiting += request.n
             seeded = own.seed if request.sampling is not None else None
             counted = (seed, number, number) if seeded is None else (seeded, number, 0)
-            asked.append(RunningRequest(index, request, prompt, own, request.n, *counted))
+            running.append(RunningRequest(index, request, prompt, own, request.n, *counted))
             number += request.n
         self.prompts = list(known.values())
-        return asked
+        return running
 
     def _prefiller(self) -> Prefiller:
         """Create the prefiller. The prefiller uses the engine's prefix cache if that is enabled, else a cache for this
@@ -108,16 +108,16 @@ class Run:
         busy, passes, started = bool(self.live), 0, False
         if not self.live:
             self.store.clear()
-        while len(self.live) < self.store.slots and (asked := self._next()) is not None:
+        while len(self.live) < self.store.slots and (running := self._next()) is not None:
             free = self.store.slots - len(self.live)
-            if self.prefiller.ready(asked.prompt):
-                self._start(asked, min(asked.waiting, free))
+            if self.prefiller.ready(running.prompt):
+                self._start(running, min(running.waiting, free))
                 started = True
                 continue
             if busy and passes:
                 break
             passes += 1
-            self.prefiller.step(asked.prompt, free)
+            self.prefiller.step(running.prompt, free)
         # Update the groups once for all new rows, because the next decoding step is the first to use them.
         if started:
             self._regroup()
@@ -125,17 +125,17 @@ class Run:
 
     def _next(self) -> RunningRequest | None:
         """Return the first request that has completions left to start."""
-        while self.cursor < len(self.asked) and self.asked[self.cursor].waiting == 0:
+        while self.cursor < len(self.running) and self.running[self.cursor].waiting == 0:
             self.cursor += 1
-        return self.asked[self.cursor] if self.cursor < len(self.asked) else None
+        return self.running[self.cursor] if self.cursor < len(self.running) else None
 
-    def _start(self, asked: RunningRequest, count: int) -> None:
+    def _start(self, running: RunningRequest, count: int) -> None:
         """Start ``count`` completions of a request: sample their first tokens and assign rows to them."""
-        prompt = asked.prompt
+        prompt = running.prompt
         assert prompt.logits is not None
-        begun = asked.request.n - asked.waiting
-        completions = [self.sampler.begin(asked, begun + i) for i in range(count)]
-        asked.waiting -= count
+        begun = running.request.n - running.waiting
+        completions = [self.sampler.begin(running, begun + i) for i in range(count)]
+        running.waiting -= count
         prompt.waiting -= count
         self.sampler.draw(prompt.logits.repeat(count, 1), completions)
         if prompt.waiting == 0:
@@ -149,7 +149,7 @@ class Run:
 
     def _enter(self, completion: Completion) -> None:
         """Assign the next free row to a completion. The completion's last token becomes the input of the next step."""
-        prompt, written = completion.asked.prompt, len(completion.tokens) - 1
+        prompt, written = completion.running.prompt, len(completion.tokens) - 1
         prompt.live += 1
         self.live.append(completion)
         position = len(self.shared) + len(prompt.ids) + prompt.offset + written
@@ -180,10 +180,10 @@ class Run:
     def read_from(self, packed: Packed) -> None:
         """Use packed copies of the weights: from the start if many tokens are requested, otherwise after a number of steps."""
         self.packed = packed
-        asked = sum(len(prompt.ids) for prompt in self.prompts)
-        asked += sum(each.request.n * each.sampling.max_new_tokens for each in self.asked)
-        steps = max((each.sampling.max_new_tokens for each in self.asked), default=0)
-        if not packed.weights and (packed.bfloat16 or asked >= PACK_TOKENS or steps >= PACK_STEPS):
+        tokens = sum(len(prompt.ids) for prompt in self.prompts)
+        tokens += sum(each.request.n * each.sampling.max_new_tokens for each in self.running)
+        steps = max((each.sampling.max_new_tokens for each in self.running), default=0)
+        if not packed.weights and (packed.bfloat16 or tokens >= PACK_TOKENS or steps >= PACK_STEPS):
             self._pack()
 
     def _pack(self) -> None:
@@ -199,10 +199,10 @@ class Run:
         ended = []
         for row, completion in enumerate(self.live[first:], first):
             stopped = self.sampler.stopped(completion)
-            if stopped or len(completion.tokens) >= completion.asked.sampling.max_new_tokens:
+            if stopped or len(completion.tokens) >= completion.running.sampling.max_new_tokens:
                 self.done[completion.number] = self._rollout(completion, "stop" if stopped else "length")
                 ended.append(row)
-                if self.prefiller.keeping and not completion.asked.prompt.pictures:
+                if self.prefiller.keeping and not completion.running.prompt.pictures:
                     self._keep(completion, row)
         if ended:
             self._remove(ended)
@@ -213,28 +213,28 @@ class Run:
         """
         written = completion.tokens[:-1]
         if written:
-            tokens = self.shared + completion.asked.prompt.ids + written
+            tokens = self.shared + completion.running.prompt.ids + written
             suffix = self.store.suffix(row, len(written))
-            layers = [*self.prefiller.layers_of(completion.asked.prompt), suffix]
+            layers = [*self.prefiller.layers_of(completion.running.prompt), suffix]
             self.prefiller.kept.add(tokens, layers, one_row(self.store.states, row))
 
     def _rollout(self, completion: Completion, reason: Any) -> Rollout:
         return Rollout(
-            list(completion.asked.request.prompt_ids),
+            list(completion.running.request.prompt_ids),
             completion.tokens,
             completion.logps,
             reason,
             self.engine.version,
             processed_logp=completion.processed or None,
             top_logps=completion.top or None,
-            pictures=completion.asked.request.pictures,
+            pictures=completion.running.request.pictures,
         )
 
     def _remove(self, rows: list[int]) -> None:
         """Remove completions from their rows, and move the completions of the last rows into the free rows."""
         order = list(range(len(self.live)))
         for row in reversed(rows):
-            prompt = self.live[row].asked.prompt
+            prompt = self.live[row].running.prompt
             prompt.live -= 1
             last = len(self.live) - 1
             if row != last:
@@ -254,11 +254,11 @@ class Run:
         rows: dict[int, list[int]] = {}
         blocks: dict[int, Block] = {}
         for row, completion in enumerate(self.live):
-            rows.setdefault(completion.asked.prompt.index, []).append(row)
-            assert completion.asked.prompt.block is not None
-            blocks[id(completion.asked.prompt.block)] = completion.asked.prompt.block
+            rows.setdefault(completion.running.prompt.index, []).append(row)
+            assert completion.running.prompt.block is not None
+            blocks[id(completion.running.prompt.block)] = completion.running.prompt.block
         self.store.groups = [self._group(block, rows) for block in blocks.values()]
-        lengths = [len(c.asked.prompt.ids) for c in self.live]
+        lengths = [len(c.running.prompt.ids) for c in self.live]
         self.store.prefix = torch.tensor(lengths, dtype=torch.long).to(self.device, non_blocking=True)
 
     def _group(self, block: Block, rows: dict[int, list[int]]) -> Group:

@@ -128,5 +128,5 @@ def test_of_three_servers_one_is_killed_and_one_joins_and_no_completion_is_lost_
         engine.load_weights(Weights(model), 1)
         found = engine.generate(requests, Sampling(64, seed=3))
         assert [(r.prompt_ids, r.token_ids) for r in found] == truth
-        assert engine.fleet.servers[urls[1]].asked > 0
+        assert engine.fleet.servers[urls[1]].selected > 0
         engine.close()
