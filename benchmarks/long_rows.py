@@ -50,9 +50,10 @@ def grpo_trainer(library, side: str, model: str, steps: int, lengths: list[int],
         "max_completion_length": max(lengths), "beta": 0.0, "learning_rate": 1e-5, "gradient_checkpointing": True,
         "shuffle_dataset": False,
     }  # fmt: skip
+    peft = {"peft_config": options.pop("peft_config", None)}
     config = library.GRPOConfig(**harness.settings(steps, **settings | options))
     data = Dataset.from_list(grpo.questions(2 * steps, prompt - 72))
-    trainer = library.GRPOTrainer(model, reward_funcs=grpo.reward, args=config, train_dataset=data)
+    trainer = library.GRPOTrainer(model, reward_funcs=grpo.reward, args=config, train_dataset=data, **peft)
     grpo.fix_completions(side, trainer, [tokens(rng, n) for n in lengths])
     return trainer
 
