@@ -570,7 +570,8 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
         listed = targets if isinstance(targets, list | set) else ()
         matched = any(name.endswith(f".{target}") for target in listed for name in names)
         if matched or "not found in the base model" not in str(error):
-            change = "its target_modules, target_parameters or init_lora_weights"
+            named = [name for name in vars(peft_config) if re.search(rf"\b{name}\b", str(error))]
+            change = "its " + (" or ".join(named) or "target_modules, target_parameters or init_lora_weights")
             if peft_config.is_prompt_learning and peft_config.task_type is None:
                 change = "set task_type='CAUSAL_LM'"
             raise ConfigError(
