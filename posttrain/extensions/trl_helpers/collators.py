@@ -134,8 +134,9 @@ class DataCollatorForLanguageModeling(Collator):
     A padding-free batch of T tokens has ``input_ids``, ``position_ids`` and ``labels``, all ``(1, T)`` int64. Positions
     start at 0 in every document. The batch also has the document numbers ``seq_idx (1, T)`` int32, the document boundaries
     ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``(documents + 1,)`` int32, and the ints ``max_length_q`` and ``max_length_k``.
-    It has no attention mask, because with a mask, documents would attend to each other. The first token of a document has no loss,
-    because it would be predicted from another document. Each token that ``pad_to_multiple_of`` adds is a separate document.
+    It has no attention mask, because with a mask, documents would attend to each other. The first token of a document has
+    no loss, because it would be predicted from another document. Each token that ``pad_to_multiple_of`` adds is a separate
+    document.
 
     Attributes:
         pad_token_id: Value of padding in ``input_ids``.
