@@ -264,8 +264,7 @@ class ServedEngine:
         return [score_choice(self.model, ids, top) for ids in prompts if left is None or not left.is_set()]
 
     def facts(self) -> dict[str, Any]:
-        """Return properties of the server. A trainer compares them with its own model, and chooses how to send weights.
-        """
+        """Return properties of the server. A trainer compares them with its own model, and chooses how to send weights."""
         text = causal_lm(self.model).config.get_text_config()
         weight = next(self.model.parameters())
         return {

@@ -65,8 +65,7 @@ MOST_GUIDE_CHARACTERS = 2**15
 
 
 class Strict(BaseModel):
-    """Base class of request bodies. Unknown fields are rejected, because silently ignoring a field could change the samples.
-    """
+    """Base class of request bodies. Unknown fields are rejected, because silently ignoring a field could change the samples."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
