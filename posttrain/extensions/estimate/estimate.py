@@ -187,7 +187,7 @@ def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
 
 def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list[str]) -> tuple[Lengths, Any]:
     """Return the maximum lengths, from the arguments, the dataset or the config. Also return a function that prepares the
-    images of the row with the most image tokens. See `posttrain.checks.memory.plan`.
+    images of the row with the largest number of image tokens. See `posttrain.checks.memory.plan`.
     """
     from posttrain.checks.memory import Lengths, assumed_lengths, longest_of
 

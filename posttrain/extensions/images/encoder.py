@@ -45,8 +45,8 @@ class PictureEncoder:
 
     Args:
         processor: Processor that converts images to pixel tensors.
-        cache_bytes: Size of the feature cache in bytes. If the cache is full, the least recently used features are
-            removed.
+        cache_bytes: Size of the feature cache in bytes. If the cache is full, features are removed in LRU
+            order.
 
     Attributes:
         encoded, reused: Number of images that were encoded, and number of images whose features were taken from the cache,

@@ -681,8 +681,8 @@ def load_processor(model_id: str, **options: Any) -> Any:
         options: Keyword arguments of ``from_pretrained``.
 
     Raises:
-        ModelError: The processor cannot be loaded, neither with nor without its video part. The message contains the reason
-            of both failures.
+        ModelError: The processor cannot be loaded, neither with nor without its video part. The message contains both
+            error messages.
     """
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES

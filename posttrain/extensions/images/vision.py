@@ -89,7 +89,7 @@ NO_BOS = (
 
 
 def largest_pictures(rows: Sequence[Row]) -> list[Picture]:
-    """Return the images of the row with the most image tokens. Return an empty list if no row has images."""
+    """Return the images of the row with the largest number of image tokens. Return an empty list if no row has images."""
     placed = [[image for part in row.pictures for image in part] for row in rows]
     largest = max(placed, key=lambda images: sum(image.count for image in images), default=[])
     return [image.picture for image in largest]
@@ -328,8 +328,8 @@ class Vision(Media):
         return dataset
 
     def pixels(self, rows: Sequence[Row]) -> Callable[[int], dict[str, Tensor]] | None:
-        """Return a function that returns the pixel tensors of N copies of the images in the row with the most image tokens.
-        Return None if no row has images.
+        """Return a function of N that returns the pixel tensors of N copies of some images: the images of the row with the
+        largest number of image tokens. Return None if no row has images.
         """
         largest = largest_pictures(rows)
         return partial(self.reader.shapes, largest) if largest else None

@@ -96,7 +96,7 @@ class Collator(ABC):
         """Collate rows to a batch.
 
         Raises:
-            DataError: There are no rows, or a row is invalid.
+            DataError: ``features`` is empty, or a row is invalid.
         """
         check_choice("return_tensors", return_tensors or "pt", ("pt",))
         if len(features) == 0:

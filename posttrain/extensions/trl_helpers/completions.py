@@ -89,8 +89,8 @@ class EvalPrompts:
         dataset: Dataset to use instead of ``eval_dataset``.
 
     Raises:
-        ConfigError: There is no evaluation set or more than one. The error is also raised if the evaluation set is a stream
-            and ``num_prompts`` is None.
+        ConfigError: The evaluation set is missing, or contains several datasets. The error is also raised if the evaluation
+            set is a stream and ``num_prompts`` is None.
         DataError: A row has no prompt, or a prompt is so long that no completion fits into the context.
     """
 

@@ -33,7 +33,7 @@ def pad(
 
     Raises:
         ConfigError: ``padding_side`` is unknown, or ``pad_to_multiple_of`` is below 1.
-        DataError: There are no tensors, or their dimensions, dtypes or devices differ.
+        DataError: ``tensors`` is empty, or the tensors' dimensions, dtypes or devices differ.
         ArgumentTypeError: An item is not a tensor.
 
     >>> pad([torch.tensor([1, 2, 3]), torch.tensor([4])], padding_value=9, padding_side="left")
