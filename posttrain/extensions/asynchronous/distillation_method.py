@@ -17,8 +17,8 @@ from posttrain.methods.distillation.objective import Distillation
 from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
-# Options for the policy loss, for rewards, and for completions from the dataset. Asynchronous distillation ignores their
-# defaults and rejects other values.
+# Options for the policy loss, for rewards, and for completions from the dataset. Asynchronous distillation does not use
+# them. A value other than the default is an error.
 OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
     name: (default, "The loss is the divergence from a teacher on single-turn completions of the student.")
     for name, default in {

@@ -113,8 +113,8 @@ class WorkerEngine:
         return version
 
 
-# Constants from which the seed of each engine call is derived. They ensure that a completion that continues after an
-# interruption uses other random numbers than its first tokens and than other completions.
+# Constants that change the seed of each engine call. A completion that continues after an interruption must not reuse the
+# random numbers of its first tokens or of other completions.
 SEED_STRIDE, INDEX_STRIDE = 1_000_003, 10_007
 
 

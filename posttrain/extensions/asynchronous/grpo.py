@@ -152,8 +152,8 @@ class AsyncGRPOTrainer(AsyncTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        # With these sampling options, the workers' log-probs include the effect of every option that changes the
-        # distribution, for example of a penalty. Reject options that the trainer's log-probs cannot reproduce.
+        # If the sampling options forbid token ids, the workers' log-probs include the effect of every option that
+        # changes the distribution, for example of a penalty. Reject options that the trainer's log-probs cannot reproduce.
         if self.run.progress.truncation.never:
             reject_reshaped_sampling(self.args)
         self.begins()

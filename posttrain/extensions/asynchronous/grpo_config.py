@@ -1,4 +1,4 @@
-"""`AsyncGRPOConfig`: options that limit the age and the number of rollouts, and options that correct for their age."""
+"""`AsyncGRPOConfig`: options that limit the age and the number of rollouts, and options that correct for stale rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`Ledger`: counts of rollouts that were trained on or dropped. Further classes stop or slow down a run with bad rollouts."""
+"""`Ledger`: counts of rollouts that were trained on or dropped. `FailureBudget`, `DropWatch` and `MismatchGuard` react to
+failed, dropped and mismatched rollouts.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ logger = logging.getLogger(__name__)
 
 # Reasons why a rollout was not used for training.
 DROP_REASONS = (
-    "stale_in_flight",  # its weights became too old before its generation ended
-    "stale_in_queue",  # its weights became too old while it waited in the queue
+    "stale_in_flight",  # the rollout's weights became too old before its generation ended
+    "stale_in_queue",  # the rollout's weights became too old while it waited in the queue
     "failed",  # the engine, a tool, an environment or a reward function raised an error
-    # no other completion of its group is left, so its reward cannot be compared with another reward
+    # no other completion of the rollout's group is left, so its reward cannot be compared with another reward
     "alone",
-    "worker_lost",  # its worker process died
-    "too_long",  # it is longer than the maximum row length
-    "untrainable",  # none of its tokens contributes to the loss
-    "skipped",  # its update was skipped, because policy and sampler differed too much
-    # it was in progress when the run ended, or when the checkpoint was written from which this run resumed
+    "worker_lost",  # the rollout's worker process died
+    "too_long",  # the rollout is longer than the maximum row length
+    "untrainable",  # no token of the rollout contributes to the loss
+    "skipped",  # the rollout's update was skipped, because policy and sampler differed too much
+    # the rollout was in progress when the run ended, or when the checkpoint was written from which this run resumed
     "unfinished",
 )
 
@@ -205,7 +207,7 @@ class DropWatch:
 
 class MismatchGuard:
     """Detects that policy and sampler differ too much. The mismatch of a step is the mean of ``rho - 1 - log rho`` over
-    tokens. It is too large if it is above ``limit`` in ``patience`` consecutive steps.
+    tokens. The mismatch is too large if it is above ``limit`` in ``patience`` consecutive steps.
 
     Args:
         limit: Maximum mismatch in nats per token.

@@ -101,7 +101,7 @@ class WorkerPool:
     Args:
         job: Job of every worker. It must be picklable.
         source: Source of prompts.
-        settings: See `PoolSettings`.
+        settings: Sizes and time limits of the pool.
         buffer: Queue of scored rollouts.
         ledger: Ledger of all rollouts.
         folder: Folder of the workers' logs.

@@ -54,15 +54,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A reward model with more parameters than this causes a warning, because workers run it on the CPU, where it is slow.
+# A reward model with more than BIG_MODEL parameters causes a warning, because workers run it on the CPU, where it is slow.
 BIG_MODEL = 50_000_000
-# If the model's context length is unknown, a rollout may have this number times the maximum completion length as tokens.
+# If the model's context length is unknown, the maximum length of a rollout is LONGEST_PROMPT times the maximum completion
+# length.
 LONGEST_PROMPT = 2
 # Timeout in seconds of one read of the queue. The health of the workers is checked before each read.
 LOOK_S = 5.0
 # Number of weight versions for which the policy's log-probs are stored. Workers' log-probs are compared with them.
 PROBES_KEPT = 8
-# The run stops after this number of consecutive rollouts that are longer than a batch row.
+# The run stops after TOO_LONG_IN_A_ROW consecutive rollouts that are longer than a batch row.
 TOO_LONG_IN_A_ROW = 100
 
 
@@ -205,7 +206,7 @@ class RolloutService:
         return function if self._is_main else lambda: None
 
     def close(self) -> None:
-        """Stop the workers and delete the shared weights. Errors during this are only logged, so that they do not hide an
+        """Stop the workers and delete the shared weights. Errors while stopping are only logged, so that they do not hide an
         earlier error that ended the run.
         """
         if not self._serving:
@@ -431,8 +432,8 @@ class AsyncRollouts:
             with parallel.failing_together(self.accelerator):
                 self.service.compare_workers()
                 dealt = self._deal(n) if main else None
-            # Each process receives only the rollouts that it trains on. None instead of rollouts means: push the weights to
-            # the servers that lack them, then try again.
+            # Each process receives only the rollouts that it trains on. If servers lack the weights, each process receives
+            # None. The weights are then pushed to these servers, and rollouts are taken again.
             share = parallel.scatter_objects(dealt or [None] * self.accelerator.num_processes, self.accelerator)
             if share is not None:
                 samples = by_context(share)
@@ -472,7 +473,7 @@ class AsyncRollouts:
 
         Returns:
             False if no rollout can arrive, because servers lack the weights. The rollouts that were already taken stay in
-                ``held``.
+            ``held``.
 
         Raises:
             RolloutError: No rollout arrived for too long, or 100 consecutive rollouts had more than ``token_budget``

@@ -116,7 +116,7 @@ def _unpicklable(name: str, value: object) -> list[str]:
 
 @contextlib.contextmanager
 def without_device() -> Iterator[None]:
-    """Change the environment variables inside the context, so that a worker that is started there sees no accelerator and
+    """Change the environment variables inside the context, for starting a worker. The worker then sees no accelerator and
     no variables of the trainer's process group.
     """
     saved = dict(os.environ)
@@ -301,7 +301,7 @@ class WorkerProcess:
         self.began = self.heard = self.clock.look()
 
     def send(self, kind: str, content: Any = None) -> None:
-        """Send a command. An error because the process is dead is ignored, because `problem` detects dead processes."""
+        """Send a command. Ignore the error if the process is dead, because `problem` detects dead processes."""
         with contextlib.suppress(OSError):
             self.connection.send((kind, content))
 

@@ -253,7 +253,7 @@ class PictureEncoder:
 
         first, *deeper = self._listed
         # In transformers before 5.18, SmolVLM reads the second dimension of the tensor as the number of tokens per image.
-        # The number of image tokens of each row must be a multiple of it, so use 1.
+        # The number of image tokens of each row must be a multiple of this number, so use 1.
         output: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if first else levels[0][:, None])
         output.deepstack_features = [[one] if listed else one for one, listed in zip(levels[1:], deeper, strict=True)]
         return output

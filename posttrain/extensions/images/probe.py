@@ -104,8 +104,8 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
     real, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
     padded = packed_logps(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
     gap, reach = (float((one - real).abs().max()) for one in (padded, other))
-    # The log-probs agree only in a meaningful way if the model uses its images. Therefore, exchanging the images must
-    # change log-probs by much more than the difference between rows and separate sequences.
+    # If the model ignored its images, the log-probs would agree in any case. Therefore, exchanging the images must change
+    # log-probs by much more than the difference between rows and separate sequences.
     if not (fault := disagreement(padded, real, share)) and reach <= max(10 * gap, share * REACH):
         return f"PT-G005: other images change log-probs by {reach:.2g}, and rows differ from sequences by {gap:.2g}"
     return fault

@@ -109,8 +109,8 @@ class Expansion:
 
 
 def _marker() -> Any:
-    """Return transformers' function that marks control tokens in user text. Return None if the installed version lacks it.
-    Control tokens in user text are then an error.
+    """Return transformers' function that marks control tokens in user text. Return None if the installed version lacks
+    this function. Control tokens in user text are then an error.
     """
     from transformers.utils import chat_template_utils
 

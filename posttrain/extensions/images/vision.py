@@ -328,8 +328,8 @@ class Vision(Media):
         return dataset
 
     def pixels(self, rows: Sequence[Row]) -> Callable[[int], dict[str, Tensor]] | None:
-        """Return a function of N that returns the pixel tensors of N copies of some images: the images of the row with the
-        largest number of image tokens. Return None if no row has images.
+        """Return a function that maps N to the pixel tensors of N copies of the images in one row. This row has the largest
+        number of image tokens. Return None if no row has images.
         """
         largest = largest_pictures(rows)
         return partial(self.reader.shapes, largest) if largest else None
