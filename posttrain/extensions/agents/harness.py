@@ -70,7 +70,7 @@ class Harness:
             all other calls are only context. None: all calls contribute.
         requires: Whether an episode that returns None is treated as failed. With the reward function `harness_reward`, such
             an episode is always treated as failed.
-        close: Function that is called when training ends, even if it ends with an error.
+        close: Function that is called when training ends, even after an error.
         keeps: Function ``f(calls) -> calls`` that selects the answered calls that belong to the agent. All other calls
             are only context. None: all calls belong to the agent.
 

@@ -39,8 +39,8 @@ class AsyncGRPOTrainer(AsyncTrainer):
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
-        reward_funcs: Reward functions, as in `GRPOTrainer`. They run in the workers, so they must be defined
-            at the top level of a module.
+        reward_funcs: Reward functions, as in `GRPOTrainer`. They run in the workers, so they must be defined at the top
+            level of a module.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. If None, the
             prompts come from ``environment_factory``.

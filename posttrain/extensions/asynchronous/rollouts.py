@@ -403,8 +403,7 @@ class AsyncRollouts:
 
     Attributes:
         ledger: Ledger of all rollouts.
-        held: Rollouts that were taken from the queue for the current step. Empty on all processes except
-            the main process.
+        held: Rollouts that were taken from the queue for the current step. Empty on all processes except the main process.
     """
 
     def __init__(

@@ -342,8 +342,8 @@ def _text(value: object, column: str) -> str:
 
 
 def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reader: PictureProcessor) -> list[Row]:
-    """Add the images of prepared examples to their rows. A packed example has one row per
-    document, and any other example has one row.
+    """Add the images of prepared examples to their rows. A packed example has one row per document, and any other example
+    has one row.
 
     A document is a row without a prompt. Its tokens before the first token with loss become the prompt, because some
     model families use bidirectional attention in the prompt. Rows without images are not changed.

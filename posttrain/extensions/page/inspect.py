@@ -130,8 +130,7 @@ class Summary:
         sequences: Number of sequences (a prompt with one completion) over all rows.
         prompts_only: Whether rows have no completions, because completions are sampled during training.
         tokens, trained_tokens: Number of tokens, and number of tokens that contribute to the loss, in all sequences. The
-        first token of a sequence never contributes, because no
-            token precedes it.
+            first token of a sequence never contributes, because no token precedes it.
         lengths: Statistics of the number of tokens per sequence: ``min``, ``median``, ``mean``, ``p95`` and ``max``.
         histogram: Histogram of lengths. All bins have equal width, except the last bin if there are outliers.
         limit: Number of tokens to which sequences are truncated. None: no limit.

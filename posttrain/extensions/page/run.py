@@ -191,8 +191,8 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Read the records of several runs. The name of a run consists of the last parts of its path.
-    Enough parts are used to make all names unique.
+    """Read the records of several runs. The name of a run consists of the last parts of its path. Enough parts are used to
+    make all names unique.
 
     Raises:
         DataError: A path is not a folder, or contains no run record.

@@ -1,8 +1,7 @@
 """`posttrain grpo --launcher ray`: run the trainer and rollout servers as Ray tasks in one placement group.
 
 Ray reserves machines, sets the visible GPUs, forwards the output of the commands, and ends the commands when this process
-ends.
-Each task runs `posttrain` in a child process and returns its exit code.
+ends. Each task runs `posttrain` in a child process and returns its exit code.
 """
 
 from __future__ import annotations
@@ -164,8 +163,9 @@ def run(name: str, argv: list[str], served: bool) -> int:
     """Place servers and trainer on the Ray cluster, wait until the trainer ends, and end all tasks. See `RayRun` for the
     arguments.
 
-    Returns: The trainer's exit code, or the exit code of the last server if all servers have ended. Exit code 75 means that
-    a machine was lost, 130 means Ctrl-C, and 143 means SIGTERM.
+    Returns:
+        The trainer's exit code, or the exit code of the last server if all servers have ended. Exit code 75 means that a
+        machine was lost, 130 means Ctrl-C, and 143 means SIGTERM.
 
     Raises:
         MissingDependencyError: Ray is not installed.

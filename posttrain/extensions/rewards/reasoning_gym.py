@@ -62,8 +62,7 @@ class ReasoningGymReward:
     Args:
         task: Dataset object of reasoning-gym.
         name: Name of the reward function in metrics and tables.
-        extract: Argument ``how`` of `extract_answer`, or a function that returns the answer in a completion
-            or None.
+        extract: Argument ``how`` of `extract_answer`, or a function that returns the answer in a completion or None.
     """
 
     def __init__(self, task: Any, name: str, extract: str | Callable[[str], str | None] = "auto") -> None:

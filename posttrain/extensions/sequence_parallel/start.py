@@ -1,4 +1,4 @@
-"""Sequence parallelism (``sp_size``): checks of its options before training, and a test whether a model supports it."""
+"""Sequence parallelism (``sp_size``): checks of options before training, and a test of whether a model supports it."""
 
 from __future__ import annotations
 

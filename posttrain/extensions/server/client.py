@@ -273,8 +273,8 @@ class VLLMClient:
             logger.warning("Waiting for the server at %s: %s", self.base_url, state.outcome.exception())
 
     def health(self, retries: int = 1) -> None:
-        """Raise an error if the server is not healthy. By default, retry once, because vLLM closes a
-        connection after an error.
+        """Raise an error if the server is not healthy. By default, retry once, because vLLM closes a connection after an
+        error.
         """
         self.call("GET", "/health", timeout=QUICK_SECONDS, retries=retries)
 

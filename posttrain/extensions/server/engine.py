@@ -378,8 +378,7 @@ class ServerEngine(RolloutEngine):
     # Methods that push weights.
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Push a weight version to every server that lacks it. If only some servers fail, these
-        servers are excluded.
+        """Push a weight version to every server that lacks it. If only some servers fail, these servers are excluded.
 
         If no server is available, this method waits for a server before it reads the first tensor.
 

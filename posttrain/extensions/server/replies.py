@@ -79,8 +79,8 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
 
 
 def pictures_body(request: Request) -> dict[str, Any]:
-    """Return the image fields for `posttrain serve`: a mapping from digests to encoded images, and the
-    position of each image in the prompt.
+    """Return the image fields for `posttrain serve`: a mapping from digests to encoded images, and the position of each
+    image in the prompt.
     """
     if not request.pictures:
         return {}

@@ -57,8 +57,7 @@ Result = WeightSyncError | None
 
 
 class Pusher:
-    """Sends weights to several servers at the same time. While the servers load a bucket, the next
-    bucket is written.
+    """Sends weights to several servers at the same time. While the servers load a bucket, the next bucket is written.
 
     Servers on this machine read buckets from shared memory. Servers with vLLM's NCCL backend receive broadcasts between
     GPUs.

@@ -65,8 +65,8 @@ def prepare_model_for_kbit_training(
     use_gradient_checkpointing: bool = True,
     gradient_checkpointing_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Freeze the parameters of a base model. If the model is quantized, and if requested, also enable activation
-    checkpointing and gradients of the embeddings' outputs.
+    """Freeze the parameters of a base model. With ``use_gradient_checkpointing``, also enable activation checkpointing and
+    gradients of the embeddings' outputs if the model is quantized.
 
     No parameter is cast to float32. Norms in 16 bits need less memory, and adapters train equally well with such norms.
     """
@@ -78,10 +78,10 @@ def prepare_model_for_kbit_training(
 
 
 def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: Any) -> Any:
-    """Prepare a base model for training, for example if it is quantized, and add an adapter.
+    """Add an adapter to a base model. If the base model is quantized, freeze its parameters first.
 
-    With activation checkpointing, this function enables it and sets ``args.gradient_checkpointing`` to False, so that the
-    trainer does not enable it again.
+    If ``args.gradient_checkpointing`` is True, this function enables activation checkpointing and sets the option to False,
+    so that the trainer does not enable it again.
 
     Args:
         model: Base model, or a ``PeftModel`` whose training continues. ``peft_config`` must be None for a ``PeftModel``.
@@ -89,7 +89,8 @@ def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: A
         args: Training arguments with ``gradient_checkpointing``, ``gradient_checkpointing_kwargs`` and ``bf16``.
 
     Raises:
-        ArgumentTypeError: ``peft_config`` is not a peft config. ConfigError: The model already has an adapter.
+        ArgumentTypeError: ``peft_config`` is not a peft config.
+        ConfigError: The model already has an adapter.
     """
     import peft
 

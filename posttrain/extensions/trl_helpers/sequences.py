@@ -53,8 +53,8 @@ def split_tensor_dict(tensor_dict: Mapping[str, Any], num_chunks: int) -> list[d
         num_chunks: Number of chunks. It must divide N.
 
     Raises:
-        ConfigError: ``num_chunks`` is below 1. DataError: N is 0, ``num_chunks`` does not divide N, or entries have
-            different N.
+        ConfigError: ``num_chunks`` is below 1.
+        DataError: N is 0, ``num_chunks`` does not divide N, or entries have different N.
 
     >>> split_tensor_dict({"x": torch.arange(4), "y": None}, 2)
     [{'x': tensor([0, 1]), 'y': None}, {'x': tensor([2, 3]), 'y': None}]

@@ -366,7 +366,8 @@ def selective_log_softmax(
         Log-probs in nats with the shape of ``index``. A logit of ``-inf`` has the log-prob ``-inf``.
 
     Raises:
-        ConfigError: ``temperature`` is not above 0. DataError: The shapes of the arguments do not match.
+        ConfigError: ``temperature`` is not above 0.
+        DataError: The shapes of the arguments do not match.
 
     >>> logits = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
     >>> selective_log_softmax(logits, torch.tensor([0, 1]))
@@ -390,7 +391,8 @@ def entropy_from_logits(
     ``chunk_size`` is the number of rows per chunk. See `selective_log_softmax` for all other arguments.
 
     Raises:
-        ConfigError: ``chunk_size`` is below 1, or ``temperature`` is not above 0. DataError: The shapes do not match.
+        ConfigError: ``chunk_size`` is below 1, or ``temperature`` is not above 0.
+        DataError: The shapes do not match.
 
     >>> entropy_from_logits(torch.zeros(4))
     tensor(1.3863)

@@ -82,7 +82,7 @@ class Reload:
 
 
 def reload(worker: Any, pairs: Iterable[Pair]) -> list[str]:
-    """Replace all weights of a worker's model with `Reload`. Return the names of parameters that were not received."""
+    """Replace all weights of a worker's model, using `Reload`. Return the names of parameters that were not received."""
     with set_current_vllm_config(worker.vllm_config):
         update = Reload(worker.model_runner.get_model(), worker.vllm_config)
         update.load(pairs)
