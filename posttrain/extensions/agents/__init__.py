@@ -1,3 +1,3 @@
-"""Training on the user's own agents: a harness runs the agent, whose calls go to an HTTP endpoint of the policy. Also
-integrations of OpenEnv, verifiers and TRL's rollout sessions.
+"""Training on the user's own agents. A harness runs the agent, and the agent calls an HTTP endpoint of the policy. The
+package also integrates OpenEnv, verifiers and TRL's rollout sessions.
 """

@@ -1,4 +1,4 @@
-"""OpenAI-compatible calls: convert request bodies to engine requests, and completions to responses or errors."""
+"""OpenAI-compatible calls: convert request bodies to engine requests, and convert completions to responses."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from posttrain.types import Request, Rollout, Sampling
 
 # Parameters of OpenAI's API that are accepted but have no effect.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Sampling settings that must be the same in all calls of a run. Maps names in requests to fields of `Sampling`.
+# Sampling settings that must be the same in all calls of a run, as a mapping from request fields to `Sampling` fields.
 OF_THE_RUN: dict[str, str] = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 OFF = {"presence_penalty": 0, "frequency_penalty": 0}
 MOST_CHOICES = 128
-# Maximum size of a request body in bytes: BYTES_PER_TOKEN per token of the model's context, but at least LEAST_BYTES. If the
+# Maximum size of a request body: BYTES_PER_TOKEN bytes per token of the model's context, but at least LEAST_BYTES. If the
 # context length is unknown, the maximum is MOST_BYTES.
 MOST_BYTES, LEAST_BYTES, BYTES_PER_TOKEN = 16 * 2**20, 2**20, 32
 # Arguments of the chat template that a request must not set, because the endpoint sets them.
 OUR_OWN = reserved_arguments() | {"chat_template"}
-# Keys of a message that the endpoint does not support. They are rejected, because a key that is silently ignored could change
-# the samples.
+# Keys of a message that the endpoint does not support. They are rejected, because silently ignoring a key could change the
+# samples.
 UNREAD = ("function_call", "audio")
 
 
 class CallError(Exception):
-    """Error response to a rejected call, in OpenAI's format.
+    """Exception for a rejected call. Its response has OpenAI's format.
 
     Attributes:
         status: HTTP status code.
@@ -60,8 +60,8 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class _Body(BaseModel):
-    """Base class of request bodies. Unknown parameters are rejected, because a parameter that is silently ignored could
-    change the samples.
+    """Base class of request bodies. Unknown parameters are rejected, because silently ignoring a parameter could change the
+    samples.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
@@ -85,7 +85,7 @@ class _Body(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings at which a completion ends. The text of the completion ends before the first stop string."""
+        """Stop strings of a completion. The text of the completion ends before the first stop string."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -116,7 +116,7 @@ class CompletionBody(_Body):
 
 
 def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
-    """Parse a request body. Return the parsed body and its digest, by which retries are recognized.
+    """Parse a request body. Return the parsed body and its digest. Retries are recognized by the digest.
 
     Raises:
         CallError: The body is not valid JSON, or a parameter is unknown or invalid.
@@ -132,7 +132,7 @@ def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
     try:
         return kind.model_validate(taken), digest
     except ValidationError as error:
-        # A parameter can have several types. Report the errors of the type that matched best, without the name of the type.
+        # A parameter can have several types. Report the error of the type that matched best, without the name of the type.
         first = max(error.errors(), key=lambda one: len(one["loc"]))
         name = ".".join(str(part) for k, part in enumerate(first["loc"]) if k == 0 or isinstance(part, int))
         if first["type"] == "extra_forbidden":
@@ -147,19 +147,19 @@ def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
 
 @dataclass
 class Policy:
-    """The model that answers the calls, and the limits of calls.
+    """Model that answers the calls, with limits for calls.
 
     Attributes:
         tokenizer: Tokenizer with a chat template.
-        sampling: Sampling settings of every call. The log-probs in the loss are computed with the same settings.
-            ``max_new_tokens`` limits each completion.
-        context: Maximum number of tokens of prompt and completion. None: no limit.
+        sampling: Sampling settings of every call. The loss computes log-probs with the same settings. ``max_new_tokens``
+            limits each completion.
+        context: Maximum number of tokens of a prompt with its completion. None: no limit.
         vocabulary: Vocabulary size V. None: unknown.
         model: Model name that every call must contain.
         template_kwargs: Arguments of the chat template.
-        unsupported: Fields of `Sampling` that the engine does not support.
-        overrides: How to treat a call whose sampling settings differ from the run's. True: the call is sampled with the
-            run's settings. False: it is rejected.
+        unsupported: Names of `Sampling` fields that the engine does not support.
+        overrides: Whether to sample a call with the run's settings if the call contains other sampling settings. False:
+            reject such a call.
         call_timeout: Maximum number of seconds that a call waits for its completion.
         max_calls: Maximum number of sampled calls per session. None: no limit.
         max_tokens: Maximum number of sampled tokens per session. None: no limit.
@@ -183,14 +183,14 @@ class Policy:
             try:
                 self.tokenizer = add_response_schema(copy.copy(self.tokenizer))
             except ModelError:
-                # Tool calls in this template's format cannot be parsed, so reject calls with tools.
+                # Reject calls with tools, because tool calls in the format of this template cannot be parsed.
                 self.calls_tools = False
-        # Use one instance for all calls, so that the same special token in a text gets the same placeholder in every call.
+        # Use one instance for all calls, so that a special token in a text gets the same placeholder in every call.
         self.plain = PlainText(self.tokenizer) if hasattr(self.tokenizer, "all_special_tokens") else None
 
     @property
     def most_bytes(self) -> int:
-        """Maximum size of a request body in bytes. The limit is several times the size of a prompt that fills the
+        """Maximum size of a request body in bytes. It is several times the size of a prompt that fills the
         context.
         """
         return MOST_BYTES if self.context is None else max(LEAST_BYTES, BYTES_PER_TOKEN * self.context)
@@ -198,11 +198,11 @@ class Policy:
     # Prompts -------------------------------------------------------------------------------------------------------------
 
     def chat(self, body: ChatBody, session: Session) -> CapturedCall:
-        """Convert a chat call to a prompt. Token ids that the session has already sampled are reused, and only the new
-        text is tokenized.
+        """Convert a chat call to a prompt. Token ids that were sampled earlier in the session are reused, and only new text
+        is tokenized.
 
         Raises:
-            CallError: The call cannot be rendered, or uses an unsupported option.
+            CallError: The messages cannot be rendered, or an option is not supported.
         """
         self._check_chat(body)
         tools = list(body.tools or ()) if body.tool_choice != "none" else []
@@ -229,14 +229,14 @@ class Policy:
     def _ids(
         self, session: Session, text: str, parent: tuple[int, int] | None, *, plain: bool
     ) -> tuple[list[int], tuple[int, int] | None]:
-        """Return the token ids of a rendered prompt, and the earlier completion that the prompt continues. Only the
-        text after this completion is tokenized.
+        """Return the token ids of a rendered prompt, and the earlier completion that the prompt continues. If there is such
+        a completion, only the text after it is tokenized.
         """
         if parent is not None:
             call = session.calls[parent[0]]
             rest = text[len(call.ends[parent[1]]) :]
             ids = self._encoded(rest)
-            # Check the ids, because some tokenizers encode a part of a text differently from the same part within the whole
+            # Check the token ids, because some tokenizers encode a text differently if it is encoded without the preceding
             # text.
             if self._spells(ids, rest):
                 return [*call.ids(parent[1]), *ids], parent
@@ -253,12 +253,12 @@ class Policy:
         return bool(hidden) or self.decode(ids) == text
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids with all special tokens and spaces."""
+        """Decode token ids. Special tokens and spaces are kept."""
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _hidden(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Replace special tokens in tool results, so that a tool result can neither end its own turn nor begin a turn
-        of the model.
+        """Replace special tokens in tool results. A tool result can then neither end its own turn nor begin a turn of the
+        model.
         """
         if self.plain is None:
             return messages
@@ -314,8 +314,8 @@ class Policy:
         """Create the engine request of a call.
 
         Raises:
-            CallError: The model is unknown, the sampling settings differ from the run's settings, the prompt is too
-                long, or a limit of the session is reached.
+            CallError: The model is unknown, the sampling settings are not supported or differ from the run's settings, the
+                prompt is too long, or a limit of the session is reached.
         """
         if body.model != self.model:
             raise CallError(
@@ -367,7 +367,7 @@ class Policy:
         return request
 
     def _check_settings(self, body: Any) -> None:
-        """Reject a call whose sampling settings differ from the run's settings, because the log-probs in the loss would
+        """Reject a call whose sampling settings differ from the run's settings. The log-probs in the loss would
         not match the sampled distribution.
         """
         for name, value in OFF.items():
@@ -386,13 +386,13 @@ class Policy:
             ("harness_max_tokens", session.counts.tokens, self.max_tokens),
         ):
             if most is not None and used >= most:
-                # Respond with status 400, because clients do not retry such requests.
+                # Use status 400, because clients do not retry requests after this status.
                 raise CallError(f"This episode has reached its limit {name}={most}.", code="budget_exceeded")
 
     # Answers -------------------------------------------------------------------------------------------------------------
 
     def take(self, call: CapturedCall, rollouts: Sequence[Rollout]) -> None:
-        """Store the completions of a call, and parse their messages."""
+        """Store the completions of a call, and parse them to assistant messages."""
         tools = call.tools or None
         call.answers = [
             parse_response(self.tokenizer, r.token_ids, prefix=call.prompt_ids, tools=tools) for r in rollouts
@@ -404,7 +404,7 @@ class Policy:
         call.completions = [replace(rollout, text=answer["content"]) for rollout, answer in pairs]
 
     def _written(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """Decode a completion together with its prompt, because some tokenizers drop the first space of a text that is
+        """Decode a completion after the end of its prompt, because some tokenizers drop the first space of a text that is
         decoded alone.
         """
         tail = list(prompt[-8:])
@@ -423,7 +423,7 @@ def _other(name: str, requested: Any, own: Any) -> str:
 def _seed(own: int, call: CapturedCall, requested: int | None, number: int) -> int:
     """Compute the seed of a call from the session's seed, the number of the call, and its prompt.
 
-    If the call contains a seed, an equal call in the same session gets the same completion. Other sessions get other
+    If the call contains a seed, an equal call in the same session gets the same completion. Calls in other sessions get other
     completions.
     """
     named = json.dumps([own, call.prompt_ids, requested if requested is not None else number])
@@ -434,7 +434,7 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Convert a message from OpenAI's format to the format that chat templates expect.
 
     Raises:
-        CallError: A part of the message is not text, or the role is unknown.
+        CallError: The role is unknown, a part of the content is not text, or a key or a tool call is not supported.
     """
     read = {name: value for name, value in message.items() if value is not None}
     role = {"developer": "system"}.get(str(read.get("role")), read.get("role"))
@@ -475,7 +475,9 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _given_call(call: Any, where: str) -> dict[str, Any]:
-    """Return a tool call whose keys have the same order as in sampled calls, because a template renders keys in their order."""
+    """Return a tool call with its keys in the same order as in sampled calls, because templates render keys in their
+    order.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise CallError(f"{where} has no function with a name.", param=where, code="invalid_value")
@@ -498,7 +500,9 @@ def _before(text: str, stops: Sequence[str]) -> str:
 
 
 def _message(answer: Mapping[str, Any], name: str, stops: Sequence[str]) -> dict[str, Any]:
-    """Convert a parsed answer to a message in OpenAI's format. Tool calls get ids, and their arguments become JSON text."""
+    """Convert a parsed answer to a message in OpenAI's format. Tool calls get ids, and their arguments are converted to
+    JSON text.
+    """
     calls = [
         {
             "id": f"call_{name}_{k}",
@@ -520,9 +524,9 @@ class Answer:
     """Response to a call in OpenAI's format.
 
     Args:
-        policy: The model and its limits.
+        policy: Model that answered the call, with limits for calls.
         call: The sampled call.
-        key: Key of the call's session, from which ids in the response are derived.
+        key: Key of the call's session. Ids in the response are derived from it.
         body: Request body.
     """
 
@@ -537,7 +541,7 @@ class Answer:
         self.created = int(time.time())
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Return the fields that all response objects have."""
+        """Return the fields that all objects of the response have in common."""
         chat = ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
         suffix = ".chunk" if kind == "chunk" and self.is_chat else ""
         return {
@@ -554,7 +558,7 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole response as one object, for a call without streaming."""
+        """Return the response to a call without streaming, as one object."""
         choices = [self._choice(i, r, a) for i, r, a in self._each()]
         ids = {"prompt_token_ids": self.call.prompt_ids} if self.body.return_token_ids else {}
         return self.head("whole") | {"choices": choices, "usage": self.usage} | ids
@@ -593,7 +597,7 @@ class Answer:
         return {"content": [_token(t, v) | {"top_logprobs": top} for t, v, top in pairs], "refusal": None}
 
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """Yield the response as the chunks of a stream. The chunks are created after the whole completion is finished."""
+        """Yield the response as the chunks of a stream. All chunks are created after the whole completion was sampled."""
         for index, rollout, answer in self._each():
             yield from self._chat_chunks(index, rollout, answer) if self.is_chat else self._text_chunks(index, rollout)
         if self.body.includes_usage:

@@ -1,4 +1,4 @@
-"""Harnesses: run episodes of a user's agent concurrently against the policy's endpoint, and convert them to rollouts."""
+"""Harnesses: run episodes of a user's agent, which calls the policy's endpoint, and convert the episodes to rollouts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LOOK_S = 0.05
 TAIL = 500
 # Maximum number of bytes that are read from the end of a command's stdout and of its stderr.
 OUTPUT_READ = 1 << 20
-# Maximum size in bytes of each file that a command writes, including its stdout and stderr.
+# Maximum size in bytes of any file that a command writes, including its stdout and stderr.
 LARGEST_FILE = 1 << 30
 # Environment variables that are passed to a command. Access tokens of the Hub and of trackers are not passed.
 VARIABLES = (
@@ -49,28 +49,28 @@ VARIABLES = (
     "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "NODE_PATH", "JAVA_HOME", "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES", "*_proxy", "*_PROXY", "SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS",
 )  # fmt: skip
-# Maximum number of characters of a row that is passed in an environment variable. Linux allows 128 KiB per variable.
+# A row is passed in an environment variable only if it has fewer characters. Linux allows 128 KiB per variable.
 LONGEST_VARIABLE = 100_000
 
 
 @dataclass
 class Harness:
-    """An agent with its training options. Instead of a `Harness`, trainers also accept only the agent's function or
-    command.
+    """An agent with its training options. Trainers accept a `Harness`, or only the agent's function or command.
 
     Args:
-        run: A function or a command. A function ``f(task, base_url, api_key) -> result`` can be synchronous or
-            asynchronous. A function with the parameters ``model`` or ``seed`` receives them too. ``seed`` is the same
-            for all episodes of a group. A command receives ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``
-            as environment variables, and the row as JSON on its standard input. A row below 100,000 characters is also
-            in the variable ``POSTTRAIN_TASK``. The last line of the command's output is the result, as JSON or text.
-        credit: Function ``f(session) -> [number]`` that returns, for each branch of ``session.branches()``, a factor by
-            which the episode's advantage is multiplied. None: all factors are 1.
+        run: Function or command of the agent. A function ``f(task, base_url, api_key) -> result`` can be synchronous or
+            asynchronous. It also receives ``model`` and ``seed`` if it has parameters with these names. ``seed`` is the
+            same for all episodes of a group. A command receives ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and
+            ``OPENAI_MODEL`` as environment variables, and the row as JSON on its standard input. The variable
+            ``POSTTRAIN_TASK`` also contains the row if it has fewer than 100,000 characters. The last line of the command's
+            output is the result, as JSON or text.
+        credit: Function ``f(session) -> [number]`` that returns one factor per branch of ``session.branches()``. The
+            advantage of the episode is multiplied by the factor of the branch. None: all factors are 1.
         trains: Function ``f(call) -> bool`` that returns whether the tokens of a call contribute to the loss. Tokens of
             all other calls are only context. None: all calls contribute.
-        requires: Whether an episode that returns None counts as failed. If `harness_reward` is a reward function, an
-            episode that returns None always counts as failed.
-        close: Function that is called when training ends, also after an error.
+        requires: Whether an episode that returns None is treated as failed. With the reward function `harness_reward`, such
+            an episode is always treated as failed.
+        close: Function that is called when training ends, even after an error.
         keeps: Function ``f(calls) -> calls`` that selects the answered calls that belong to the agent. All other calls
             are only context. None: all calls belong to the agent.
 
@@ -96,7 +96,7 @@ class Harness:
 
     @classmethod
     def of(cls, given: object) -> Harness:
-        """Convert the argument of a trainer to a `Harness`."""
+        """Convert the trainer's argument ``harness`` to a `Harness`."""
         return given if isinstance(given, Harness) else cls(given)
 
     @property
@@ -108,9 +108,9 @@ class Harness:
 
 
 def replayed(path: str | Path) -> Harness:
-    """Return a harness that replays recorded episodes, to debug a trainer without the agent and without sampling.
+    """Return a harness that replays recorded episodes. A trainer can then be debugged without the agent and without sampling.
 
-    Episodes are selected by the row of their task, in the order of the file. Sampled ids, log-probs and versions come from the
+    The recorded episodes of a row are used in the order of the file. Sampled ids, log-probs and weight versions come from the
     file, so training is off-policy if the policy has changed since the recording.
 
     Args:
@@ -136,9 +136,7 @@ class _Replay(Harness):
         raise NotImplementedError("a recorded episode does not call the harness")
 
     def next(self, row: Mapping[str, Any]) -> HarnessEpisode:
-        """Return the next recorded episode for a row. After the last episode of this row, the first one is returned
-        again.
-        """
+        """Return the next recorded episode for a row. After the last episode of the row, start again with the first one."""
         recorded = self.waiting.get(_task_key(row))
         if not recorded:
             raise DataError(
@@ -155,14 +153,14 @@ def _task_key(row: Mapping[str, Any]) -> str:
 
 
 def _plain(value: object) -> Any:
-    """Remove keys with the value None, which a dataset adds to rows that lack a key of other rows."""
+    """Remove keys with the value None. A dataset adds such keys to rows that lack a key of other rows."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items() if v is not None}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def harness_reward(completions: Sequence[Any], harness_result: Sequence[Any], **_: Any) -> list[float | None]:
-    """Return the harness's results as rewards. A result is a number, or a mapping with the key ``reward``. A failed
+    """Return the results of harness episodes as rewards. A result is a number, or a mapping with the key ``reward``. A failed
     episode has the reward None.
 
     Raises:
@@ -184,7 +182,9 @@ def _number(result: Any) -> float:
 
 
 def _recorded(result: object) -> object:
-    """Convert a result to JSON. A result that is not JSON is replaced by its reward, or by None if it has no reward."""
+    """Convert a result for a JSON file. Another object than text, numbers, lists and mappings is replaced by its reward or
+    None.
+    """
     if result is None or isinstance(result, str | int | float | Mapping | list | tuple):
         return result
     with contextlib.suppress(RewardError):
@@ -194,13 +194,13 @@ def _recorded(result: object) -> object:
 
 @dataclass(slots=True)
 class HarnessEpisode:
-    """One run of a harness.
+    """One episode: a run of a harness on one dataset row.
 
     Attributes:
         task: Dataset row that the harness received.
         session: Calls that the harness sent to the endpoint.
         result: Return value of the harness.
-        error: Error message, or None.
+        error: Error message. None: the episode succeeded.
     """
 
     task: dict[str, Any]
@@ -211,7 +211,7 @@ class HarnessEpisode:
 
 @dataclass
 class HarnessOptions:
-    """Options of a `HarnessRunner`. The options are a picklable copy of the config fields in `HarnessFields`."""
+    """Options of a `HarnessRunner`: a picklable copy of the config fields in `HarnessFields`."""
 
     limit: int = 16
     timeout: float | None = 600.0
@@ -228,7 +228,7 @@ class HarnessOptions:
 
     @classmethod
     def of(cls, args: PostTrainingConfig) -> HarnessOptions:
-        """Return the options of a config. Fields with the value None get their defaults."""
+        """Return the harness options of a config. Return the defaults if ``args`` is None."""
         if args is None:
             return cls()
         return cls(
@@ -248,15 +248,15 @@ class HarnessOptions:
 
 
 class HarnessRunner:
-    """Runs one episode of a harness per row. Episodes run concurrently in threads. The calls of episodes are answered
-    on the thread that calls `run`, which owns the engine.
+    """Runs one episode of a harness per row. Episodes run concurrently in threads. The thread that calls `run` owns the
+    engine and answers the calls of all episodes.
 
     Args:
-        harness: The harness, in any form that trainers accept.
-        options: Options. None: the defaults.
+        harness: `Harness`, function or command of the agent.
+        options: Options of the runner. None: the defaults.
 
     Attributes:
-        proxy: Endpoint of the policy. It is None before the first episode.
+        proxy: Endpoint of the policy. None before the first episode.
     """
 
     def __init__(self, harness: object, options: HarnessOptions | None = None) -> None:
@@ -285,12 +285,11 @@ class HarnessRunner:
 
         Args:
             rows: Tasks of the episodes.
-            seeds: Seed of each episode. Episodes with equal seeds still sample differently, because the position of the
-                row among the rows of all processes is used too.
-            policy: The model that answers the calls, and the limits of calls.
-            sample: Function that runs the engine. The function is called on this thread, equally often in every
-                process.
-            per_request: See `CallQueue.answer`.
+            seeds: Seed of each episode. Episodes with equal seeds sample differently, because their sampling also depends
+                on the position of the row among the rows of all processes.
+            policy: Model that answers the calls, with limits for calls.
+            sample: Function that runs the engine. It is called on this thread, and equally often in every process.
+            per_request: Whether the engine supports different sampling settings for each request.
             any_process: Function that receives whether this process has unfinished episodes, and returns whether
                 any process has unfinished episodes.
             everyone: Function that gathers the rows of all processes. None: there is only one process.
@@ -300,11 +299,11 @@ class HarnessRunner:
             Any error that ``sample`` raises. All episodes are ended before the error is raised.
         """
         if isinstance(self.harness, _Replay):
-            # All processes read the replay file in the same order, but each process uses other episodes of it.
+            # All processes read the same replay file in the same order, but each process uses different episodes of the file.
             shared = list(rows) if everyone is None else everyone(list(rows))
             return [self.harness.next(row) for row in shared][place : place + len(rows)]
         proxy, number = self._listening(policy), 0
-        # Seed of an engine call, for engines whose requests cannot have their own seeds. It differs between processes, because
+        # Seed of an engine call, for engines that do not support a seed per request. It differs between processes, because
         # the completions of one group can be on several processes.
         call_seed = ((seeds[0] if seeds else 0) * 1_000_003 + place * 100_003) % 2**31
         begun: list[HarnessEpisode] = []
@@ -401,7 +400,7 @@ class HarnessRunner:
         return episode
 
     def _called(self, proxy: CaptureProxy, session: Session, row: dict[str, Any], seed: int) -> Any:
-        """Call the harness's function with a time limit. The function can be synchronous or asynchronous."""
+        """Call the harness's function, which can be synchronous or asynchronous, with a time limit."""
         function: Any = self.harness.run
         named = {"model": self.options.model, "seed": seed}
         known = _parameters(function)
@@ -415,7 +414,7 @@ class HarnessRunner:
     def _commanded(
         self, command: list[str], proxy: CaptureProxy, session: Session, row: dict[str, Any], seed: int
     ) -> Any:
-        """Run the harness's command. When it ends, all processes that it started are killed."""
+        """Run the harness's command. When the command ends, kill all processes that it started."""
         task = json.dumps(row, default=str)
         named = {"OPENAI_BASE_URL": proxy.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": self.options.model}
         named |= {"POSTTRAIN_SEED": str(seed)} | ({"POSTTRAIN_TASK": task} if len(task) < LONGEST_VARIABLE else {})
@@ -424,8 +423,8 @@ class HarnessRunner:
         # `ulimit -f` expects the file size in blocks of 512 bytes.
         bounded = ["/bin/sh", "-c", f'ulimit -f {LARGEST_FILE // 512} 2>/dev/null; exec "$@"', "sh", *command]
         with contextlib.ExitStack() as stack:
-            # Use files for the output instead of pipes. A process that runs longer than the command would keep a pipe open, and
-            # reading would block.
+            # Write the output to files instead of pipes. A child process that runs longer than the command would keep a
+            # pipe open, and reading from the pipe would block.
             stdin, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
             stdin.write(task.encode())
             stdin.seek(0)
@@ -466,13 +465,13 @@ def _last_output(file: IO[bytes]) -> str:
 
 
 def _kill(process: subprocess.Popen, key: str) -> None:
-    """Kill a command and its process group. On Linux, also kill every process with the episode's key in its environment."""
+    """Kill a command and its process group. On Linux, also kill all processes whose environment contains the episode's key."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
     until = time.monotonic() + 5
-    # Repeat until no process with this key is left, because a killed process may have started another process just before.
+    # Repeat until no process with this key is left, because a process may start another process just before it is killed.
     while (left := _having(f"OPENAI_API_KEY={key}".encode())) and time.monotonic() < until:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -481,7 +480,7 @@ def _kill(process: subprocess.Popen, key: str) -> None:
 
 
 def _having(variable: bytes) -> list[int]:
-    """Return the ids of this user's processes whose environment contains a variable."""
+    """Return the ids of this user's processes whose environment contains ``variable`` (``NAME=VALUE``)."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -497,7 +496,7 @@ def _refusals(session: Session) -> str:
 
 
 def _parameters(function: Any) -> set[str] | None:
-    """Return the parameter names of a function, or None if it accepts any parameter."""
+    """Return the names of a function's parameters after the first three. Return None if it accepts any keyword argument."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -510,12 +509,12 @@ def _parameters(function: Any) -> set[str] | None:
 
 @dataclass
 class HarnessRollouts:
-    """Rollouts that were made from episodes, with one entry per episode.
+    """Rollouts and additional columns that `as_rollouts` returns. All lists have one entry per episode.
 
     Attributes:
-        rollouts: First branch of each episode as a rollout. All further branches are in ``Rollout.branches``. An
-            excluded episode has no tokens.
-        completions: Messages of each episode, for reward functions.
+        rollouts: First branch of each episode as a rollout. ``Rollout.branches`` contains all further branches. The rollout
+            of an excluded episode has no tokens.
+        completions: Messages of each episode, which reward functions receive.
         extra: Additional columns for reward functions: ``harness_result``, ``harness_error`` and ``session``.
         metrics: Metrics to log.
     """
@@ -529,16 +528,16 @@ class HarnessRollouts:
 def as_rollouts(
     episodes: Sequence[HarnessEpisode], harness: Harness, *, placeholder: int, leave_out: bool
 ) -> HarnessRollouts:
-    """Convert episodes to rollouts. Failed episodes are counted, and the first error is logged.
+    """Convert episodes to rollouts. Log the number of failed episodes and the first error.
 
     Args:
         episodes: Episodes in order.
-        harness: Harness whose functions ``credit``, ``trains`` and ``keeps`` are applied.
-        placeholder: Token id that serves as the prompt of an episode without tokens.
+        harness: Harness with the functions ``credit``, ``trains`` and ``keeps`` to apply.
+        placeholder: Token id that is the prompt of an episode without tokens.
         leave_out: Whether failed episodes are excluded from training.
 
     Raises:
-        RolloutError: ``credit`` returned the wrong number of values.
+        RolloutError: ``credit`` did not return one number per branch.
     """
     rollouts, completions = [], []
     for episode in episodes:
@@ -588,7 +587,7 @@ def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
 
 
 def _kept(session: Session, harness: Harness) -> set[int] | None:
-    """Return the numbers of the calls that contribute to the loss. None: all calls contribute."""
+    """Return the numbers of the calls that contribute to the loss. Return None if all calls contribute."""
     if harness.keeps is None and harness.trains is None:
         return None
     calls = [call for call in session.calls if call.state == "answered"]
@@ -609,8 +608,8 @@ def _filtered(calls: Sequence[tuple[int, int]], rollout: Rollout, session: Sessi
 
 
 def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
-    """Compute metrics of episodes: numbers of calls, forks and failures, and the tokens that are computed once per
-    prefix tree as a fraction of the tokens of all calls.
+    """Compute metrics of episodes: the numbers of calls, branches and failures. ``harness/tokens_once_share`` is the number
+    of tokens in the prefix trees, divided by the number of tokens of all calls.
     """
     n = max(len(episodes), 1)
     totals = Counter[str]()
@@ -631,7 +630,7 @@ def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
 
 
 def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Harness | None, Any]:
-    """Separate a trainer's arguments into a rollout worker and a harness. A `HarnessRolloutWorker` counts as a harness.
+    """Separate a trainer's arguments into a rollout worker and a harness. A `HarnessRolloutWorker` is treated as a harness.
 
     Args:
         worker: The trainer's argument ``rollout_worker``.
@@ -642,7 +641,7 @@ def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Har
         The worker, the harness, and the reward functions.
 
     Raises:
-        ConfigError: Both arguments contain a harness.
+        ConfigError: ``worker`` and ``harness`` are both a harness.
     """
     if isinstance(worker, Harness):
         if harness is not None:
@@ -658,7 +657,7 @@ def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Har
 
 
 def check_harness(args: PostTrainingConfig, name: str) -> None:
-    """Reject settings that cannot be used with a harness.
+    """Raise an error for settings that cannot be used with a harness.
 
     Raises:
         ConfigError: A setting is not supported.

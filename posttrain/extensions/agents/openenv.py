@@ -17,16 +17,16 @@ def openenv_environment(
     actions: str = "What to do.",
     name: str = "OpenEnv",
 ) -> Callable[[], Any]:
-    """Return a function that creates an environment from an OpenEnv client. The reward of an episode is the sum of its
-    steps' rewards.
+    """Return a function that creates an environment from an OpenEnv client. The reward of an episode is the sum of the
+    rewards of its steps.
 
     Args:
         client: Function that creates a client, e.g. ``lambda: EchoEnv(base_url=url)``. For an asynchronous client, its
             ``sync()`` wrapper is used.
         action: Function that converts the model's text to an action of the client.
         observe: Function that converts an observation to text for the model.
-        actions: Description of the argument of ``step``. The model reads it in the tool's schema.
-        name: Name of the class and of its reward column.
+        actions: Description of the argument of ``step``. It is part of the tool schema that the model receives.
+        name: Name of the environment class and of the reward column.
 
     Raises:
         MissingDependencyError: openenv-core is not installed.

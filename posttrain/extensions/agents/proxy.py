@@ -59,7 +59,7 @@ class _Waiting:
 
 
 class CallQueue:
-    """Queue of calls from many sessions. One engine completes all waiting calls together.
+    """Queue of calls from many sessions. One engine samples the completions of all waiting calls together.
 
     Any thread may submit calls. The thread that owns the engine calls `answer`.
     """
@@ -72,7 +72,9 @@ class CallQueue:
         return len(self._waiting)
 
     def submit(self, request: Prompt, session: Session) -> Future[list[Rollout]]:
-        """Add a call to the queue. The returned future receives the call's completions or the engine's error."""
+        """Add a call to the queue. Return a future of the call's completions. If the engine fails, the future raises the
+        error.
+        """
         waiting = _Waiting(request, session)
         with self._lock:
             self._waiting.append(waiting)
@@ -80,11 +82,13 @@ class CallQueue:
         return waiting.done
 
     def wake(self) -> None:
-        """End a running `wait` immediately."""
+        """End a `wait` that runs in another thread immediately."""
         self._news.set()
 
     def wait(self, seconds: float) -> None:
-        """Wait until there is a call and no further call has arrived for `GATHER_S` seconds. Wait at most ``seconds``."""
+        """Wait for at most ``seconds`` until there is a call, and until no further call has arrived for `GATHER_S`
+        seconds.
+        """
         if self._news.wait(seconds):
             self._news.clear()
         seen = 0
@@ -102,16 +106,16 @@ class CallQueue:
             call.done.cancel()
 
     def answer(self, sample: Sample, *, per_request: bool = True, seed: int | None = None) -> int:
-        """Complete all waiting calls with as few engine calls as possible.
+        """Sample the completions of all waiting calls with as few engine calls as possible.
 
         Args:
-            sample: Function that runs the engine. The function is called even if no call is waiting, because sampling
-                can be a collective operation.
-            per_request: Whether requests can have their own sampling settings.
-            seed: Seed of the engine call, for engines whose requests cannot have their own settings.
+            sample: Function that runs the engine. It is called even if no call is waiting, because sampling can be a
+                collective operation.
+            per_request: Whether the engine supports different sampling settings for each request.
+            seed: Seed of the engine call. It is used if ``per_request`` is False.
 
         Returns:
-            Number of completed calls.
+            Number of calls that were completed.
 
         Raises:
             Any error that ``sample`` raises. The waiting calls fail with the same error.
@@ -147,33 +151,34 @@ class CallQueue:
 
 
 class CaptureProxy:
-    """Server for ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``, which records calls of open sessions.
+    """Server for ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` that records the calls of open sessions.
 
     A call is assigned to a session by its API key (``Authorization: Bearer KEY``) or by its path
     (``/sessions/KEY/v1``). The prompt is rendered with the run's chat template, and the run's engine samples the
-    completion. The token ids, the log-probs and the version of the weights are recorded. The response is in OpenAI's
+    completion. The token ids, the log-probs and the weight version are recorded. The response is in OpenAI's
     format.
 
     Calls are handled as follows:
 
-    - **Parallel calls** are sampled together, but each is recorded as a separate call.
+    - **Parallel calls** are sampled together, but each call is recorded separately.
     - **A retry** gets the response of the original call, and is not recorded as a second call. OpenAI's clients mark a
-    retry with ``x-stainless-retry-count`` above 0. A call also counts as a retry if its body equals that of a call
+    retry with ``x-stainless-retry-count`` above 0. A call is also treated as a retry if its body equals the body of a call
     whose client disconnected before the response. All other calls with equal bodies are sampled separately.
-    - **A client that disconnects** (it cancels a stream, or its timeout ends) cancels its call. The sampled tokens are
-    excluded from the loss, because the agent never received them.
-    - **A timeout** (``call_timeout``) and **an engine error** return an error in OpenAI's format, with status 504 or 500.
+    - **A client that disconnects** cancels its call. A client disconnects if it cancels a stream or if its timeout ends.
+    The sampled tokens are excluded from the loss, because the agent never received them.
+    - **A timeout** (``call_timeout``) returns an error in OpenAI's format with status 504, and **an engine error** returns
+    an error with status 500.
     - **A call of a session that has ended** returns status 401.
 
     Args:
-        policy: The model that answers the calls, and the limits of calls.
+        policy: Model that answers the calls, with limits for calls.
         host: Address to listen on.
         port: Port to listen on. 0 selects a free port.
 
     Attributes:
         queue: Calls that wait for the engine.
-        sessions: Sessions by key. A session that was closed stays here until `end` removes it.
-        strays: Number of calls whose key did not belong to an open session.
+        sessions: Mapping from keys to sessions. A closed session stays in it until `end` removes the session.
+        strays: Number of calls whose key does not belong to an open session.
 
     >>> proxy = CaptureProxy(policy); proxy.start()  # doctest: +SKIP
     >>> session = proxy.open()  # doctest: +SKIP
@@ -186,9 +191,9 @@ class CaptureProxy:
         self.sessions: dict[str, Session] = {}
         self.strays = 0
         self._sampling: dict[tuple[str, int], Future[list[Rollout]]] = {}
-        # Thread that parses, renders and tokenizes requests, so that the event loop can handle other requests in the meantime.
+        # Thread that parses, renders and tokenizes requests. The event loop can handle other requests in the meantime.
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="capture-reading")
-        # Lock of each session. The calls of a session are prepared one after the other, because a retry can only be recognized
+        # Lock of each session. Calls of a session are prepared one after the other, because a retry can only be recognized
         # after its original call was recorded.
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._server: uvicorn.Server | None = None
@@ -198,7 +203,7 @@ class CaptureProxy:
 
     @property
     def url(self) -> str:
-        """Base URL for OpenAI clients (``base_url``)."""
+        """Base URL of the endpoint, which OpenAI clients receive as ``base_url``."""
         return f"http://{host_and_port(self.host, self.port)}/v1"
 
     def start(self) -> CaptureProxy:
@@ -247,7 +252,7 @@ class CaptureProxy:
     # Sessions --------------------------------------------------------------------------------------------------------------
 
     def open(self, seed: int = 0) -> Session:
-        """Create a session with a random API key."""
+        """Create a session with a random API key. ``seed`` is the session's seed for sampling."""
         session = Session(f"pt-{secrets.token_urlsafe(18)}", seed)
         self.sessions[session.key] = session
         return session
@@ -261,7 +266,7 @@ class CaptureProxy:
                 future.cancel()
 
     def end(self, session: Session) -> None:
-        """Close and remove a session."""
+        """Close a session and remove it from ``sessions``."""
         self.close(session)
         self.sessions.pop(session.key, None)
         self._locks.pop(session.key, None)
@@ -269,7 +274,7 @@ class CaptureProxy:
     # The endpoints ---------------------------------------------------------------------------------------------------------
 
     def app(self) -> FastAPI:
-        """Create the FastAPI application, with endpoints under ``/v1`` and ``/sessions/KEY/v1``."""
+        """Create the FastAPI application. The endpoints are available under ``/v1`` and ``/sessions/KEY/v1``."""
         app = FastAPI(title="posttrain capture proxy", docs_url=None, redoc_url=None, openapi_url=None)
         for prefix in ("/v1", "/sessions/{key}/v1"):
             app.get(f"{prefix}/models")(self._models)
@@ -282,7 +287,7 @@ class CaptureProxy:
         return app
 
     def _session(self, request: Request) -> Session:
-        """Return the session of a call.
+        """Return the session to which the API key of a call belongs.
 
         Raises:
             CallError: The key does not belong to an open session.
@@ -335,7 +340,7 @@ class CaptureProxy:
             session.counts.refused += 1
             raise
         except ClientDisconnect:
-            # The client disconnected before it had sent the whole body, so it will not receive this response.
+            # The client disconnected before it had sent the whole body, so it cannot receive this response.
             session.counts.cancelled += 1
             return Response(status_code=499)
         except BaseException:
@@ -349,11 +354,11 @@ class CaptureProxy:
         return JSONResponse(answer.whole())
 
     async def _read(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function in the thread that parses request bodies."""
+        """Run a function in the thread that parses, renders and tokenizes requests."""
         return await asyncio.wrap_future(self._reading.submit(function, *args))
 
     async def _begin(self, session: Session, body: Any, digest: str) -> CapturedCall:
-        """Render and check a call, then add it to the queue.
+        """Render and check a call, record it, and add it to the queue.
 
         Raises:
             CallError: The call cannot be rendered or sampled, or the session has ended.
@@ -382,12 +387,12 @@ class CaptureProxy:
             return None
         before.retries += 1
         if unread:
-            # The call waits for its answer again, so the next retry with the same body is matched to another call.
+            # Mark the call as waiting again, so that the next retry with the same body is assigned to another call.
             before.state = "waiting"
         return before
 
     async def _sampled(self, request: Request, session: Session, call: CapturedCall, *, again: bool) -> None:
-        """Wait for the completions of a call.
+        """Wait until the completions of a call are sampled, and store them in the call.
 
         Raises:
             CallError: The call timed out, the engine failed, the session ended, or the client disconnected.
@@ -423,7 +428,7 @@ class CaptureProxy:
     ) -> CallError:
         """Record that the client disconnected or that the call timed out. Return the error for the response."""
         loop = asyncio.get_running_loop()
-        # Run the callback in the event loop's thread, because only this thread may change sessions.
+        # Run the callback in the thread of the event loop, because only this thread may change sessions.
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._late, session, call, done))
         if left or again:
             self.unread(session, call, again=again)
@@ -436,8 +441,8 @@ class CaptureProxy:
         )
 
     def _late(self, session: Session, call: CapturedCall, done: Future[list[Rollout]]) -> None:
-        """Store completions that arrived after a disconnection or a timeout. The tokens of late completions are
-        counted, and a retry can use them.
+        """Store completions that arrive after a disconnection or a timeout. The tokens of such completions are counted, and
+        a retry can use the completions.
         """
         self._sampling.pop((session.key, call.number), None)
         if not done.cancelled() and done.exception() is None and not call.completions:
@@ -462,12 +467,11 @@ class CaptureProxy:
             session.counts.retried += 1
         else:
             session.counts.cancelled += 1
-        # Do not change the state "answered", because a retry may have received the response before this disconnection was
-        # detected.
+        # Do not change the state "answered". A retry may have received the response before this disconnection was detected.
         call.state = "answered" if call.state == "answered" else "cancelled"
 
     def answered(self, session: Session, call: CapturedCall, *, again: bool) -> None:
-        """Mark a call as answered immediately before its response is sent. Later prompts can then continue it."""
+        """Mark a call as answered immediately before its response is sent. Later prompts can then continue its completion."""
         if again:
             session.counts.retried += 1
         else:
@@ -476,7 +480,7 @@ class CaptureProxy:
 
 
 class _Stream(StreamingResponse):
-    """Response as server-sent events. If the client disconnects before the end, the call is canceled."""
+    """Response as server-sent events. If the client disconnects before the end of the stream, the call is canceled."""
 
     def __init__(self, proxy: CaptureProxy, session: Session, answer: Answer, *, again: bool) -> None:
         self.proxy, self.session, self.answer, self.again = proxy, session, answer, again
@@ -486,16 +490,16 @@ class _Stream(StreamingResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         for chunk in self.answer.chunks():
             yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
-            # Give the event loop a chance to detect that the client has disconnected.
+            # Let the event loop detect whether the client has disconnected.
             await asyncio.sleep(0)
-        # Mark the call as answered before the last line is sent, because the client's next call may arrive before this
-        # coroutine continues.
+        # Mark the call as answered before sending the last line. The client's next call may arrive before this coroutine
+        # continues.
         self.whole = True
         self.proxy.answered(self.session, self.answer.call, again=self.again)
         yield b"data: [DONE]\n\n"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the stream. If the client does not receive all of it, exclude the call from the loss."""
+        """Send the stream. If the client does not receive the whole stream, exclude the call from the loss."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -514,8 +518,8 @@ async def _refusal(_: Request, error: CallError) -> JSONResponse:
 
 
 async def _other_refusal(request: Request, error: HTTPException) -> JSONResponse:
-    """Return an error response in OpenAI's format for an unknown path, a wrong HTTP method, or a body that is too
-    large.
+    """Return an error response in OpenAI's format. It is used for an unknown path, a wrong HTTP method, and a body that is
+    too large.
     """
     message, code = str(error.detail), None
     if error.status_code in (404, 405):
@@ -532,19 +536,19 @@ async def _fault(_: Request, error: Exception) -> JSONResponse:
 
 @contextlib.contextmanager
 def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True) -> Iterator[CaptureProxy]:
-    """Start the endpoint, and answer its calls in a thread. A harness can then be tested without a trainer.
+    """Start the endpoint, and answer its calls in a thread inside the context, to test a harness without a trainer.
 
     Args:
-        proxy: Proxy that has not been started yet.
+        proxy: Proxy that was not started yet.
         sample: Function that runs the engine.
-        per_request: See `CallQueue.answer`.
+        per_request: Whether the engine supports different sampling settings for each request.
     """
     ended = threading.Event()
 
     def work() -> None:
         while not ended.is_set():
             proxy.queue.wait(0.1)
-            # If sampling fails, the waiting calls have already received the error. Continue, because later calls may succeed.
+            # If sampling fails, `answer` has sent the error to the waiting calls. Continue, because later calls may succeed.
             with contextlib.suppress(Exception):
                 proxy.queue.answer(sample, per_request=per_request)
 
@@ -560,7 +564,7 @@ def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True)
 
 
 def engine_sample(engine: Any) -> Sample:
-    """Return a function for `CallQueue.answer` that generates with this engine."""
+    """Return a function that generates with ``engine``, for the argument ``sample`` of `CallQueue.answer`."""
 
     def sample(batches: Sequence[PromptBatch]) -> list[list[Rollout]]:
         return [engine.generate(requests, sampling) for requests, sampling in batches]

@@ -1,4 +1,4 @@
-"""`Session`: the calls of one episode, stored as a prefix tree of token ids. The branches of the tree become training
+"""`Session`: the calls of one episode. Their token ids form a prefix tree, and the branches of the tree become training
 sequences.
 """
 
@@ -14,7 +14,7 @@ from posttrain.errors import DataError
 from posttrain.rollouts.episodes.loop import Episode, turn_spans
 from posttrain.types import Rollout
 
-# Version of the file format of recorded sessions. A file with another version is rejected.
+# Version of the file format of recorded sessions. Files with another version are rejected.
 FORMAT = 1
 
 State = Literal["waiting", "answered", "cancelled", "failed"]
@@ -23,23 +23,23 @@ UNREAD_FIRST: tuple[State, ...] = ("cancelled", "waiting", "failed", "answered")
 
 @dataclass(slots=True)
 class CapturedCall:
-    """A call of the endpoint: its prompt, and one completion per choice.
+    """A recorded call of the endpoint, with its prompt and one completion per choice.
 
     Attributes:
         number: Number of the call in its session.
-        prompt_ids: Token ids of the prompt. If the prompt continues a completion, the ids begin with those of the
-            earlier prompt and its completion.
-        text: Rendered prompt. The text is empty if the prompt was sent as token ids.
-        parent: The completion that the prompt continues, as call number and choice index. None if the prompt continues no
+        prompt_ids: Token ids of the prompt. If the prompt continues a completion, they begin with the token ids of the
+            earlier prompt and this completion.
+        text: Rendered prompt. Empty if the prompt was sent as token ids.
+        parent: Completion that the prompt continues, as (call number, choice index). None: the prompt continues no
             completion.
-        messages: Messages of the request. The list is empty if the prompt is plain text or token ids.
-        tools: Schemas of the tools.
+        messages: Messages of the request. Empty if the prompt is plain text or token ids.
+        tools: Schemas of the tools in the request.
         completions: Sampled completions, one per choice.
-        answers: Completions as messages, with parsed tool calls.
+        answers: Completions as assistant messages with parsed tool calls.
         state: ``waiting``: the engine has not finished the call. ``answered``: the response was sent. ``cancelled``:
             the client disconnected before the response. ``failed``: the engine raised an error, or the call timed out.
             Only answered calls contribute to the loss.
-        body: Digest of the request body, by which retries are recognized.
+        body: Digest of the request body. Retries are recognized by this digest.
         retries: Number of times that the client has retried the call.
     """
 
@@ -54,26 +54,26 @@ class CapturedCall:
     state: State = "waiting"
     body: str = ""
     retries: int = 0
-    # Text of the prompt and the completion, for each choice. If a later prompt begins with this text, it continues the choice.
+    # Text of prompt and completion for each choice. A later prompt that begins with this text continues the choice.
     ends: list[str] = field(default_factory=list)
 
     def ids(self, choice: int) -> list[int]:
-        """Return the token ids of the prompt followed by those of one completion."""
+        """Return the token ids of the prompt followed by the token ids of completion ``choice``."""
         return [*self.prompt_ids, *self.completions[choice].token_ids]
 
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers of calls of a session, by outcome. ``received`` is the sum of all other fields except ``tokens``.
+    """Number of calls of a session by outcome. After all calls have ended, the outcomes sum to ``received``.
 
     Attributes:
-        received: Calls that arrived with the key of the session.
-        answered: Calls whose response was sent.
-        retried: Calls that were retries and got the response of an earlier call.
-        cancelled: Calls whose client disconnected before the response. The tokens of canceled calls are excluded from
-            the loss.
-        refused: Invalid calls, which were not sampled.
-        failed: Calls for which the engine raised an error, or that timed out.
+        received: Number of calls that arrived with the key of the session.
+        answered: Number of calls whose response was sent.
+        retried: Number of retries, which got the response of an earlier call.
+        cancelled: Number of calls whose client disconnected before the response. The tokens of canceled calls are excluded
+            from the loss.
+        refused: Number of invalid calls. They were not sampled.
+        failed: Number of calls that timed out or for which the engine raised an error.
         tokens: Number of sampled tokens, including tokens of canceled calls.
     """
 
@@ -87,19 +87,19 @@ class Counts:
 
     @property
     def open(self) -> int:
-        """Number of calls that have not finished."""
+        """Number of calls that have no outcome yet."""
         return self.received - self.answered - self.retried - self.cancelled - self.refused - self.failed
 
 
 @dataclass(slots=True)
 class Branch:
-    """Sequence of calls in which each call continues the completion of the previous call.
+    """A path of the prefix tree: a sequence of calls in which each call continues the completion of the previous call.
 
     Attributes:
-        episode: Tokens of all calls of the branch.
-        calls: One pair per call: the number of the call, and the index of the choice that belongs to this branch.
-        forked: Number of tokens that the branch's first prompt has in common with an earlier branch. 0 for the first
-            branch.
+        episode: Tokens of all calls of the branch, with loss mask and log-probs.
+        calls: One pair per call: the number of the call and the index of its choice in this branch.
+        forked: Length of the longest common prefix of the branch's first prompt and any earlier branch, in tokens. 0 for
+            the first branch.
     """
 
     episode: Episode
@@ -110,17 +110,17 @@ class Branch:
 class Session:
     """The calls of one harness episode.
 
-    Training uses exactly the token ids that were sampled. If a later prompt begins with the text of an earlier prompt
-    and its completion, the token ids of both are reused, and only the remaining text is tokenized. Otherwise, the
-    prompt starts a new branch, which may have a common prefix with earlier branches. A new branch starts, for example,
-    if the agent truncated, summarized or reformatted the history, or if several agents use the session.
+    Training uses exactly the token ids that were sampled. If a later prompt begins with the text of an earlier prompt and
+    its completion, the token ids of both are reused, and only the remaining text is tokenized. Otherwise, the prompt starts
+    a new branch. The new branch may have a common prefix with earlier branches. For example, a new branch starts if the
+    agent truncated, summarized or reformatted the history, or if several agents use the session.
 
     Args:
-        key: API key of the session. Calls with this key belong to the session.
-        seed: Seed for sampling.
+        key: API key of the session. All calls with this key belong to the session.
+        seed: Seed from which the seeds of the calls are derived.
 
     Attributes:
-        calls: Calls in the order of arrival.
+        calls: Recorded calls in the order of arrival.
         counts: Number of calls by outcome.
         closed: Whether new calls are rejected.
     """
@@ -132,8 +132,8 @@ class Session:
         self.closed = False
 
     def parent_of_text(self, text: str) -> tuple[int, int] | None:
-        """Return the call and the choice with the longest text that is a prefix of ``text``. Only answered calls are
-        considered.
+        """Return the (call, choice) pair with the longest text that is a prefix of ``text``. Only answered calls are
+        considered. Return None if no text is a prefix.
         """
         parent, longest = None, 0
         for call in self.calls:
@@ -143,7 +143,7 @@ class Session:
         return parent
 
     def parent_of_ids(self, ids: Sequence[int]) -> tuple[int, int] | None:
-        """Return the call and the choice whose token ids are the longest prefix of ``ids``."""
+        """Return the (call, choice) pair of an answered call whose token ids are the longest prefix of ``ids``, or None."""
         parent, longest, prompt_ids = None, 0, list(ids)
         for call in self.calls:
             for choice in range(len(call.completions) if call.state == "answered" else 0):
@@ -159,10 +159,10 @@ class Session:
         return call
 
     def same_body(self, body: str, attempt: int = 0) -> CapturedCall | None:
-        """Return the earlier call that a request with this body retries.
+        """Return the earlier call that a request with this body retries, or None.
 
-        Calls that were retried ``attempt - 1`` times are preferred. Among these, calls whose response was not received
-        are preferred.
+        Calls that were retried ``attempt - 1`` times are preferred. Among them, a call is preferred if its response was not
+        received.
         """
         calls = [call for call in reversed(self.calls) if call.body == body]
         alike = [call for call in calls if call.retries == attempt - 1]
@@ -172,12 +172,12 @@ class Session:
     # ---------------------------------------------------------------------------------------------------
 
     def branches(self) -> list[Branch]:
-        """Return all branches. Each sampled token of an answered call has loss mask 1 in exactly one branch. All other
-        tokens have loss mask 0.
+        """Return all branches of the prefix tree. Each sampled token of an answered call has loss mask 1 in exactly one
+        branch. All other tokens have loss mask 0.
         """
         branches: list[Branch] = []
-        # Maps the last call and choice of each branch to the branch. The first prompt that continues a choice extends its
-        # branch. Every further prompt that continues the same choice starts a new branch.
+        # Maps the last (call, choice) pair of each branch to the branch. The first prompt that continues a choice extends
+        # the branch of this choice. Every further prompt that continues the choice starts a new branch.
         ends: dict[tuple[int, int], Branch] = {}
         for call in (call for call in self.calls if call.state == "answered"):
             for choice, rollout in enumerate(call.completions):
@@ -195,8 +195,8 @@ class Session:
         return branches
 
     def rollout(self) -> Rollout | None:
-        """Return the first branch as a rollout whose ``branches`` are the further branches. Return None if no call was
-        answered.
+        """Convert the session to one rollout. The rollout is the first branch, and its ``branches`` are the further
+        branches. Return None if no call was answered.
         """
         rollouts = [branch.episode.rollout() for branch in self.branches()]
         rollouts = [rollout for rollout in rollouts if rollout.token_ids]
@@ -205,8 +205,8 @@ class Session:
         return replace(rollouts[0], branches=tuple(rollouts[1:]))
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the messages for reward functions. The messages come from the branch with the last answered call,
-        start at its first answer, and include tool results.
+        """Return the messages for reward functions. They come from the branch that contains the last answered call. They
+        start at the first answer of this branch, and include tool results.
         """
         last = next((call for call in reversed(self.calls) if call.state == "answered"), None)
         if last is None:
@@ -216,12 +216,14 @@ class Session:
         return [*last.messages[len(first.messages) :], last.answers[0]]
 
     def tokens_seen(self) -> int:
-        """Return the total number of tokens of all answered calls. A prompt counts in full in every call."""
+        """Return the total number of prompt and completion tokens of all answered calls. Common prefixes are counted in
+        every call.
+        """
         calls = [call for call in self.calls if call.state == "answered"]
         return sum(len(call.ids(choice)) for call in calls for choice in range(len(call.completions)))
 
     def tokens_once(self) -> int:
-        """Return the number of tokens in the prefix tree. Each common prefix is counted, and computed, once."""
+        """Return the number of tokens in the prefix tree. Each common prefix is counted once, because it is computed once."""
         trie: dict[int, Any] = {}
         count = 0
         for branch in self.branches():
@@ -235,16 +237,16 @@ class Session:
     # A file ------------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the session to data that can be written as JSON."""
+        """Convert the session to a dict that can be written as JSON."""
         calls = [asdict(call) for call in self.calls]
         return {"format": FORMAT, "key": self.key, "seed": self.seed, "counts": asdict(self.counts), "calls": calls}
 
     @classmethod
     def of(cls, content: Mapping[str, Any], where: str = "a session") -> Session:
-        """Restore a session from the result of `to_dict`.
+        """Restore a session from a dict that `to_dict` returned.
 
         Raises:
-            DataError: The data has another version or is not a session.
+            DataError: ``content`` has another format version, or is not a session.
         """
         if content.get("format") != FORMAT:
             raise DataError(
@@ -291,9 +293,8 @@ class Recorded:
     Attributes:
         task: Dataset row that the harness received.
         session: Calls of the harness.
-        result: Return value of the harness. The result is None if the episode failed, or if the value cannot be written
-            as JSON.
-        error: Error message, or None.
+        result: Return value of the harness. None if the episode failed or if the value cannot be written as JSON.
+        error: Error message. None: the episode succeeded.
     """
 
     task: dict[str, Any]
@@ -308,7 +309,7 @@ def record_session(path: str | Path, episode: Recorded) -> None:
     text = json.dumps(line, default=str)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Write the line with a single call, so that lines from several processes are not mixed.
+    # Write the line with a single call, so that the lines of several processes are not interleaved.
     with file.open("ab", buffering=0) as out:
         out.write((text + "\n").encode())
 
@@ -317,7 +318,7 @@ def read_sessions(path: str | Path) -> Iterator[Recorded]:
     """Yield the episodes of a replay file.
 
     Raises:
-        DataError: The file does not exist, or a line is not a session. The message contains file and line.
+        DataError: The file does not exist, or a line is not a session. The message contains the path and the line number.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -325,7 +326,7 @@ def read_sessions(path: str | Path) -> Iterator[Recorded]:
         raise DataError(
             f"{path}: the sessions cannot be read: {error}. Fix: pass a file written by harness_record."
         ) from error
-    # Do not use splitlines, because it also splits at separators other than \n, which texts may contain.
+    # Do not use splitlines. It also splits at line separators other than \n, which texts may contain.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

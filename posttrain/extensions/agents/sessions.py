@@ -1,4 +1,4 @@
-"""`HarnessRolloutWorker`: a harness that runs agent sessions of OpenEnv. Its arguments have TRL's names."""
+"""`HarnessRolloutWorker`: harness that runs agent sessions of OpenEnv. Its arguments have TRL's names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from posttrain.extensions.agents.session import CapturedCall
 from posttrain.integrations import require
 from posttrain.rollouts.episodes.environments import accepted_arguments
 
-# Default maximum number of turns of a white-box session, in which `HarnessRolloutWorker` calls the model.
+# Default maximum number of turns of a white-box session. In such a session, `HarnessRolloutWorker` calls the model.
 MOST_TURNS = 8
 
 
 def has_tool_call(call: CapturedCall) -> bool:
-    """Return whether the model called a tool in this call. This function can be passed as ``train_turn_fn``."""
+    """Return whether the model called a tool in this call. Use it as ``train_turn_fn``."""
     return any(answer.get("tool_calls") for answer in call.answers)
 
 
@@ -31,12 +31,12 @@ class HarnessRolloutOutcome:
     """Result of an agent session, for ``rollout_reward_fn``.
 
     Attributes:
-        env_reward: Reward from the session's ``verify``, or None.
-        completion: Messages of a white-box session, which ``harness_adapter`` runs. The list is empty for a black-box
-            session, in which the agent runs its own loop.
-        trace: Events that the session recorded.
+        env_reward: Reward that the session's ``verify`` returned. None: no reward.
+        completion: Messages of a white-box session, which ``harness_adapter`` runs. Empty for a black-box session, in which
+            the agent runs its own loop.
+        trace: Events that a white-box session recorded.
         tool_call_count, tool_failure_count: Number of tool calls, and of failed tool calls, in a white-box session.
-        tool_calls_by_name: Number of tool calls for each tool.
+        tool_calls_by_name: Mapping from tool names to numbers of tool calls.
         timed_out: Whether the agent did not finish within the timeout.
     """
 
@@ -50,14 +50,14 @@ class HarnessRolloutOutcome:
 
 
 class HarnessRolloutWorker(Harness):
-    """Harness that runs agent sessions. The class has TRL's name and arguments. Pass it as ``rollout_worker=`` or
-    ``harness=``.
+    """Harness that runs agent sessions. It has the name and arguments of TRL's class. Pass it to the trainer as
+    ``rollout_worker=`` or ``harness=``.
 
     Args:
         harness_session_factory: Factory whose ``create(task, seed, episode_id)`` returns a session with
             ``verify(transcript, final_state)`` and ``close()``. ``seed`` is the same for all episodes of a group.
-            ``base_url``, ``api_key`` and ``model`` are passed to ``create`` if it has these parameters.
-        harness_adapter: Adapter whose ``run_white_box`` runs the session turn by turn. None: the agent calls the
+            ``create`` also receives ``base_url``, ``api_key`` and ``model`` if it has parameters with these names.
+        harness_adapter: Adapter whose ``run_white_box`` runs the session turn by turn. None: the agent of the session calls the
             endpoint in its own loop, and ``wait_for_completion(timeout)`` waits until it has finished.
         rollout_reward_fn: Function ``f(outcome) -> float or None`` that computes the reward. None: the session's own
             reward.
@@ -66,7 +66,7 @@ class HarnessRolloutWorker(Harness):
         agent_turn_fn: Function ``f(calls) -> calls`` that selects the calls of the agent. None: all answered calls.
         max_turns: Maximum number of turns of a white-box session.
         timeout: Argument of ``wait_for_completion``, in seconds. None: the session's default.
-        worker_kwargs: Other arguments of TRL's worker. Passing any of them raises an error, because the trainer's
+        worker_kwargs: Other arguments of TRL's worker. Passing any of these arguments raises an error, because the trainer's
             config contains these options.
 
     Raises:
@@ -95,7 +95,7 @@ class HarnessRolloutWorker(Harness):
         self.max_turns, self.timeout = max_turns, timeout
 
     def _episode(self, task: Mapping[str, Any], base_url: str, api_key: str, model: str, seed: int) -> Any:
-        """Create a session, run it, and compute its reward."""
+        """Create a session for a task, run the session, and return its reward."""
         address = {"base_url": base_url, "api_key": api_key, "model": model}
         known = accepted_arguments(self.factory.create, address)
         session = self.factory.create(task=task, seed=seed, episode_id=f"episode-{secrets.token_hex(8)}", **known)

@@ -24,10 +24,9 @@ def episode_tree(session: Session) -> dict[str, Any]:
     """Convert the calls of an episode to dicts and lists.
 
     Returns:
-        A dict with these keys. ``branches``: each branch with its turns and the call at which it forks. ``unread``: the
-        calls that belong to no branch. ``counts``: the numbers of calls by outcome. ``seen``: the number of tokens of
-        all calls including their prompts. ``once``: the number of tokens that are computed, in which common prefixes
-        count once.
+        A dict with these keys. ``branches``: branches with their turns and the call at which each branch forks. ``unread``:
+        calls that belong to no branch. ``counts``: number of calls by outcome. ``seen``: number of prompt and completion
+        tokens of all calls. ``once``: number of tokens that are computed. Common prefixes are computed, and counted, once.
     """
     branches = session.branches()
     unread = [{"call": call.number, "state": call.state} for call in session.calls if call.state != "answered"]
@@ -75,17 +74,17 @@ def _calls(answer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def cut(text: str) -> str:
-    """Replace the middle of a long text with the number of characters that are omitted."""
+    """Replace the middle of a long text with the number of omitted characters."""
     half = LONGEST // 2
     return text if len(text) <= LONGEST else f"{text[:half]} [… {len(text) - 2 * half:,} characters …] {text[-half:]}"
 
 
 def to_console(path: str | Path, *, show: int = 8, console: Console | None = None) -> None:
-    """Show the recorded episodes of a replay file.
+    """Print the recorded episodes of a replay file as trees.
 
     Args:
         path: File written by ``harness_record``.
-        show: Number of episodes to show.
+        show: Maximum number of episodes to print.
         console: Console for the output. None: the terminal.
 
     Raises:
@@ -109,7 +108,7 @@ def to_console(path: str | Path, *, show: int = 8, console: Console | None = Non
 
 
 def as_tree(episode: Recorded, title: str) -> Tree:
-    """Build the tree of an episode. The tree has one node per branch, and each of them has one node per turn."""
+    """Build the printable tree of an episode. It has one node per branch, and each branch node has one node per turn."""
     episode_nodes = episode_tree(episode.session)
     end = (
         f"failed: {episode.error}"

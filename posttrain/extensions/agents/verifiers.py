@@ -15,31 +15,30 @@ from posttrain.errors import DataError, RolloutError
 from posttrain.extensions.agents.harness import Harness
 from posttrain.integrations import require
 
-# Maximum number of tasks that are taken from an environment whose tasks never end.
+# Maximum number of tasks that are taken from an environment with infinitely many tasks.
 MOST_TASKS = 10_000
-# Maximum number of seconds to wait until an environment's servers have stopped.
+# Maximum number of seconds to wait until the servers of an environment have stopped.
 CLOSE_S = 10.0
 
 
 def verifiers_environment(
     environment: object, *, tasks: int | None = None, runtime: str | None = "subprocess", **config: Any
 ) -> tuple[datasets.Dataset, Harness]:
-    """Convert an environment of ``verifiers`` (0.4) to a training set of tasks, and a harness that returns the
-    environment's reward.
+    """Convert an environment of ``verifiers`` (0.4) to a training set of tasks and a harness. The harness runs a task and
+    returns the environment's reward.
 
-    verifiers intercepts every model call of the environment's agents and forwards it to the policy's endpoint. Judges
-    use the endpoints in the environment's config.
+    verifiers intercepts every model call of the environment's agents and forwards it to the policy's endpoint. Model calls
+    of judges are sent to the endpoints in the environment's config.
 
     Args:
         environment: Id of an installed environment, its config (a mapping or ``EnvConfig``), or an ``Env``.
-        tasks: Number of tasks. None: all tasks, or 10,000 tasks of an environment whose tasks never end.
-        runtime: Runtime of the agent's program. None: the runtime in the environment's config. ``runtime`` cannot be
-            set if ``environment`` is an ``Env``.
-        config: Additional fields of the config. Additional fields are only allowed if ``environment`` is an id.
+        tasks: Number of tasks. None: all tasks, or 10,000 tasks if the environment has infinitely many.
+        runtime: Runtime of the agent's program, if ``environment`` is an id. None: the runtime in the environment's config.
+        config: Additional fields of the environment's config, if ``environment`` is an id.
 
     Returns:
-        A dataset with the columns ``prompt`` and ``task`` (index), and the harness: ``GRPOTrainer(model,
-        train_dataset=rows, harness=harness)``.
+        A dataset with the columns ``prompt`` and ``task`` (index of the task), and the harness. Use both as
+        ``GRPOTrainer(model, train_dataset=rows, harness=harness)``.
 
     Raises:
         MissingDependencyError: verifiers is not installed.
@@ -69,19 +68,19 @@ def verifiers_environment(
 
 
 def _messages(data: Any) -> list[dict[str, Any]]:
-    """Return the messages of a task, which the trainer logs. The agent gets the task from the environment, not from
-    these messages.
+    """Return the messages of a task for the trainer's logs. The agent gets its task from the environment and not from these
+    messages.
     """
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     return [*system, {"role": "user", "content": data.prompt_text or str(data.name or data.idx)}]
 
 
 class _Player:
-    """Runs one task of an environment as an episode, and returns the reward.
+    """Callable that runs one task of an environment as an episode and returns the reward.
 
     Args:
-        environment: An ``Env``.
-        tasks: Tasks by index.
+        environment: Environment of type ``Env``.
+        tasks: List of all tasks. The column ``task`` is an index in this list.
     """
 
     def __init__(self, environment: object, tasks: list[Any]) -> None:
@@ -90,7 +89,7 @@ class _Player:
         self._holders: dict[asyncio.AbstractEventLoop, tuple[asyncio.Task[None], asyncio.Event]] = {}
 
     async def __call__(self, task: Mapping[str, Any], base_url: str, api_key: str, model: str) -> dict[str, Any]:
-        """Run one episode.
+        """Run one episode, and return its total reward and its rewards by name.
 
         Raises:
             RolloutError: An agent, the environment or its scoring failed. The message contains the error.
@@ -99,7 +98,7 @@ class _Player:
 
         await self._served()
         root = base_url.removesuffix("/v1")
-        # Pass the API key in the URL's path, because verifiers' clients read a key only from an environment variable.
+        # Pass the API key in the path of the URL, because clients of verifiers read keys only from environment variables.
         client = vf.EvalClientConfig(base_url=f"{root}/sessions/{quote(api_key)}/v1", api_key_var="POSTTRAIN_NO_KEY")
         context = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig())
         (slot,) = self.environment.slots(self.tasks[task["task"]])
@@ -113,7 +112,9 @@ class _Player:
         return {"reward": sum(trace.reward for trace in traces) / len(traces), "rewards": rewards}
 
     async def _served(self) -> None:
-        """Start tool servers and the interception server, once per event loop. A separate task keeps them running."""
+        """Start the tool servers and the interception server once per event loop. A separate asyncio task keeps them
+        running.
+        """
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
             ready = self._serving[loop] = loop.create_future()
@@ -122,7 +123,7 @@ class _Player:
         await asyncio.shield(self._serving[loop])
 
     def close(self) -> None:
-        """Stop the servers. The next episode starts them again."""
+        """Stop the servers that episodes have started. The next episode starts them again."""
         holders, self._holders, self._serving = self._holders, {}, {}
         for loop, (holder, stop) in holders.items():
 

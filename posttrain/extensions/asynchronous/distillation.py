@@ -1,4 +1,4 @@
-"""`AsyncDistillationTrainer`: distillation on rollouts that other processes sample while the trainer trains."""
+"""`AsyncDistillationTrainer`: distillation on rollouts that other processes sample during training."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ ASKED_AT_ONCE = 16  # Maximum number of rollouts that the teachers score concurr
 
 
 class TeacherRequests:
-    """Sends each rollout to the teacher servers as soon as it arrives, so that most scores are available when the
+    """Sends each rollout to the teacher servers as soon as the rollout arrives. Most scores are then available when the
     training step begins.
 
     Args:
-        ask: Function that requests the teachers' scores of one sample and returns them.
+        ask: Function that requests the teachers' scores of one sample and returns these scores.
     """
 
     def __init__(self, ask: Callable[[RolloutSample], dict[str, Any]]) -> None:
@@ -54,8 +54,8 @@ class TeacherRequests:
             sample.scores = self.pool.submit(self.ask, sample)
 
     def finish(self, samples: Sequence[RolloutSample]) -> dict[str, Metric]:
-        """Wait until the scores of all rollouts of the step are available. Rollouts from a user's own worker did not
-        pass through `begin`, so their scores are requested here.
+        """Wait until the scores of all rollouts of the step are available. Rollouts from a user's own worker did not pass
+        through `begin`, so this method requests their scores.
         """
         began = time.perf_counter()
         futures = [s.scores if isinstance(s.scores, Future) else self.pool.submit(self.ask, s) for s in samples]
@@ -67,8 +67,8 @@ class TeacherRequests:
 class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
     """On-policy distillation on rollouts that other processes sample (experimental).
 
-    Workers sample completions with the newest student weights that they have received. Teachers on servers score a
-    rollout as soon as it arrives; a teacher model in the trainer's process scores it during training.
+    Workers sample completions with the newest student weights that they have received. Teacher servers score a
+    rollout as soon as it arrives. A teacher model in the trainer's process scores rollouts during the training step.
 
     Args:
         model: Student to train, as a path, Hub id, model object or peft model.
@@ -80,12 +80,12 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
         callbacks: Additional `transformers.TrainerCallback` objects.
         optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
-        rollout_worker: Worker that samples rollouts instead of the trainer's own worker processes, see
+        rollout_worker: Worker that samples rollouts instead of the trainer's worker processes. See
             `RolloutWorkerProtocol`.
-        weight_transfer: Object that sends weights to ``rollout_worker``, see `WeightTransferProtocol`.
-        teacher_model: Teacher as in `DistillationTrainer`. Only used if ``args`` has no teacher server.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
+        weight_transfer: Object that sends weights to ``rollout_worker``. See `WeightTransferProtocol`.
+        teacher_model: Teacher model or models, as in `DistillationTrainer`. Not used if ``args`` sets a teacher server.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's
+            path or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
@@ -171,27 +171,27 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
         return False
 
     def make_source(self) -> AsyncRollouts:
-        """Create the queue of rollouts. If the teachers run on servers, each rollout is sent to them as soon as it arrives."""
+        """Create the queue of rollouts. If there are teacher servers, they score each rollout as soon as it arrives."""
         source = super().make_source()
         if self.servers:
             source.service.scoring = TeacherRequests(self._reported_by)
         return source
 
     def _reported_by(self, sample: RolloutSample) -> dict[str, Any]:
-        """Return the teacher servers' scores of one rollout. If the dataset selects one teacher per row, only this
-        teacher gets a request.
+        """Return the teacher servers' scores of one rollout. If the dataset selects one teacher per row, send the request
+        only to the selected teacher.
         """
         numbers = [self.teacher_number(sample.teacher_id)] if self.chosen_by_row else None
         (scores,) = teacher_servers(self.servers, [sample.rollout()], numbers)
         return scores
 
     def taken(self, batch: RolloutBatch) -> RolloutBatch:
-        """Add the teacher's index of each completion and the scores from teacher servers to the batch."""
+        """Add to the batch the index of each completion's teacher and the scores from teacher servers."""
         values = torch.tensor(batch.columns["advantages"])
         return batch.worth(self.keep(batch, Advantages(values, values, token_columns=batch.token_columns)))
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the teacher servers' scores of each completion, which arrived with the rollouts. If the teachers are
-        models in this process, use the parent's method.
+        """Return the teacher servers' scores of each completion. These scores arrived together with the rollouts. If the
+        teachers are models in this process, call the parent's method.
         """
         return (rollouts.extra["scores"], found) if "scores" in rollouts.extra else super().facts(rollouts, found)

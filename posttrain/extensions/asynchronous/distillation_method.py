@@ -17,7 +17,8 @@ from posttrain.methods.distillation.objective import Distillation
 from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
-# Options for the policy loss, for rewards and for completions from the dataset. Asynchronous distillation does not use them.
+# Options for the policy loss, for rewards, and for completions from the dataset. Asynchronous distillation does not use
+# them. A value other than the default is an error.
 OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
     name: (default, "The loss is the divergence from a teacher on single-turn completions of the student.")
     for name, default in {
@@ -76,8 +77,8 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
     def axes(self) -> Axes:
         """Return the settings of the loss: the vocabulary subset, the estimator and the divergence.
 
-        With a teacher model, the loss uses the whole vocabulary. Teacher servers return only their most likely ids and
-        the sampled id.
+        With a teacher model, the loss uses the whole vocabulary. With teacher servers, the loss uses their most likely ids and
+        the sampled id, because servers return no other log-probs.
         """
         t, tail = self.teacher_temperature, self.add_tail_bucket
         axes = Axes("full", self.beta, tail=tail, student_temperature=t, teacher_temperature=t)
@@ -91,7 +92,7 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
 class AsyncDistillation(Distillation):
     """On-policy distillation on rollouts that other processes sample (experimental).
 
-    The tokens were sampled with slightly older weights, but the divergence is computed with the current weights. No
+    Tokens are sampled with slightly older weights, but the divergence is computed with the current weights. No
     importance sampling is needed, because the divergence compares two distributions at each position and does not use
     the probability with which the token was sampled. ``max_staleness`` limits the age of the samples.
 
@@ -103,8 +104,8 @@ class AsyncDistillation(Distillation):
 
     @property
     def temperature(self) -> float:
-        """The sampling temperature. The policy's log-probs are computed at this temperature, so that they can be
-        compared with the sampler's log-probs.
+        """The sampling temperature. The policy's log-probs use this temperature too, so that they can be compared with the
+        sampler's log-probs.
         """
         return float(self.cfg.temperature)
 

@@ -1,5 +1,5 @@
-"""The rollout engine of a worker process: how it is created, how it loads weights, and how completions continue after
-new weights arrive.
+"""The rollout engine of a worker process. This module creates the engine, loads new weights, and continues completions
+after new weights arrive.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from posttrain.types import FinishReason, Request, Rollout, Sampling
 
 @dataclass(slots=True)
 class EngineRecipe:
-    """Description of a worker's engine, from which the worker creates it.
+    """Picklable settings from which a worker creates its engine.
 
     Attributes:
-        kind: ``native`` or ``hf``: the worker has its own copy of the model. ``server``: the worker sends requests to
-            rollout servers, to which the trainer pushes weights. ``custom``: ``factory`` creates the engine, and the
-            worker passes new weights to the engine's `load_weights`.
-        config: Config from which ``native`` and ``hf`` engines create their copy of the model.
+        kind: Kind of the engine. ``native`` or ``hf``: an in-process engine on the worker's copy of the model. ``server``:
+            the worker sends requests to rollout servers, and the trainer pushes weights to these servers. ``custom``:
+            ``factory`` creates the engine, and the worker passes new weights to the engine's `load_weights`.
+        config: Model config from which the copy of the model is created, for ``native`` and ``hf``.
         processor: Processor of a model with image inputs. None: the model supports text only.
-        dtype: Name of the ``torch`` dtype of the copy, for example ``bfloat16``.
-        pad_token_id: Pad token of the tokenizer.
+        dtype: Name of the ``torch`` dtype of the model copy, for example ``bfloat16``.
+        pad_token_id: Id of the tokenizer's pad token.
         trust_remote_code: Whether code in the model's repository may run.
-        weights: Folder of a `posttrain.rollouts.shared_weights.SharedWeights`, from which weights are read. Empty for
-            servers.
-        factory: ``() -> RolloutEngine``, picklable.
+        weights: Folder of the `posttrain.rollouts.shared_weights.SharedWeights` from which the worker reads weights. Empty
+            for servers.
+        factory: Picklable function without arguments that returns the engine, for ``server`` and ``custom``.
     """
 
     kind: str
@@ -52,16 +52,16 @@ class EngineRecipe:
 
 
 class WorkerEngine:
-    """The engine of a worker. Newer weights are loaded when they are needed.
+    """The engine of a worker. Call `refresh` to load newer weights.
 
     Args:
-        spec: Description of the engine.
+        spec: Settings from which the engine is created.
 
     Attributes:
         engine: Any rollout engine.
-        version: Version of the engine's weights. 0: no weights were loaded yet.
-        scored: Log-probs of the probe sequences under the newest weights, which the trainer compares with its own.
-            None: these weights came without probe sequences.
+        version: Version of the engine's weights. 0: no weights have been loaded.
+        scored: Log-probs of the probe sequences under the newest weights. The trainer compares them with its own log-probs.
+            None: no probe sequences were sent with these weights.
     """
 
     def __init__(self, spec: EngineRecipe) -> None:
@@ -87,10 +87,10 @@ class WorkerEngine:
 
         Args:
             wanted: Minimum version that the engine must have.
-            holders: Servers that have this version, if the engine uses servers.
+            holders: Servers that have version ``wanted``, if the engine uses servers.
         """
         if self.spec.kind == "server" and holders is not None and holders is not self.holders:
-            # Servers may have joined after this version was pushed.
+            # Update the servers even without a new version, because servers may have joined after the last push.
             self.engine.set_servers(holders)
             self.holders = holders
         if self.version >= wanted:
@@ -113,27 +113,27 @@ class WorkerEngine:
         return version
 
 
-# Constants that derive the seed of each engine call. With them, a completion that continues after an interruption does not
-# reuse the random numbers of its first tokens or of other completions.
+# Constants that change the seed of each engine call. A completion that continues after an interruption must not reuse the
+# random numbers of its first tokens or of other completions.
 SEED_STRIDE, INDEX_STRIDE = 1_000_003, 10_007
 
 
 @dataclass(slots=True)
 class PartialCompletion:
-    """A completion in progress, whose tokens may come from several versions of the weights.
+    """A completion in progress. Its tokens may be sampled with several versions of the weights.
 
     Attributes:
-        prompt_ids: Prompt.
+        prompt_ids: Token ids of the prompt.
         pictures: Images in the prompt.
         sampling: Sampling settings of the whole completion.
         index: Index of this completion among all completions of the engine call.
-        token_ids: Tokens so far.
+        token_ids: Token ids that were sampled so far.
         logp: Log-probs, one per token.
         processed_logp: Log-probs of the tokens after truncation. If the engine does not return them, they equal
             ``logp``.
         top_logps: Most likely tokens at each position and their log-probs, if requested.
         spans: Versions of the weights that sampled the tokens, as (version, number of consecutive tokens).
-        finish_reason: None while it is in progress.
+        finish_reason: Reason why the completion ended. None: the completion is in progress.
     """
 
     prompt_ids: list[int]
@@ -205,12 +205,12 @@ def begin_completions(requests: Sequence[Request], sampling: Sampling) -> list[P
 
 
 class ResumableGenerator:
-    """Generates completions with an engine that may be interrupted between two tokens, and continues them afterwards.
+    """Generates completions with an engine that may be interrupted between two tokens, and continues interrupted completions.
 
     Args:
-        engine: Any rollout engine. An interrupted engine returns completions with the reason ``abort``, or raises
-            `RolloutInterrupted` with them.
-        refresh: Function called before every engine call. It loads newer weights.
+        engine: Any rollout engine. When it is interrupted, it returns unfinished completions with the reason ``abort``, or
+            raises `RolloutInterrupted` with them.
+        refresh: Function that loads newer weights. It is called before every engine call.
     """
 
     def __init__(self, engine: RolloutEngine, refresh: Callable[[], None] = lambda: None) -> None:
@@ -225,7 +225,7 @@ class ResumableGenerator:
             chosen = list(members)
             if fresh:
                 own = chosen[0].sampling
-                # Do not set the sampling settings per request if they are the settings of the call. With settings per request,
+                # Set the settings per request only if they differ from the settings of the call. With settings per request,
                 # all requests would use the same seed.
                 sampling = None if own is common else own
                 requests.append(Request(chosen[0].prompt_ids, len(chosen), sampling, chosen[0].pictures))
@@ -243,7 +243,7 @@ class ResumableGenerator:
             completion.add(rollout)
 
     def finish(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Call `advance` until all completions are finished, and return them. The result is that of
+        """Call `advance` until all completions are finished, and return them. The result has the form of
         `RolloutEngine.generate`, but the weights may change between two engine calls.
         """
         everything = begin_completions(requests, sampling)
@@ -253,8 +253,8 @@ class ResumableGenerator:
 
 
 def _shared(completion: PartialCompletion) -> tuple[bool, tuple[Any, ...] | int]:
-    """Return a key by which completions are grouped into requests. All completions of a prompt that have no tokens yet
-    share one key. Every other completion has a unique key, because it continues its own tokens.
+    """Return the key by which completions are grouped into requests. All completions of a prompt that have no tokens yet
+    have the same key. Every other completion has a unique key, because it continues after its own tokens.
     """
     if completion.token_ids:
         return False, id(completion)

@@ -1,4 +1,4 @@
-"""`AsyncGRPOTrainer`: GRPO on rollouts that other processes sample while the trainer trains."""
+"""`AsyncGRPOTrainer`: GRPO on rollouts that other processes sample during training."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from posttrain.trainers.arguments import (
 class AsyncGRPOTrainer(AsyncTrainer):
     """Group-relative policy optimization on rollouts that other processes sample (experimental).
 
-    Workers sample completions with the newest weights that they have received, and score them. The trainer takes
-    rollouts from a queue and drops rollouts whose weights are too old. The loss corrects for the remaining difference
-    between the weights.
+    Workers sample completions with the newest weights that they have received, and score these completions. The trainer takes
+    rollouts from a queue and drops rollouts whose weights are too old. The loss corrects for the difference
+    between the current weights and the weights that sampled a rollout.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
-        reward_funcs: Reward functions as in `GRPOTrainer`. Reward functions run in the workers, so they must be defined
-            at the top level of a module.
+        reward_funcs: Reward functions, as in `GRPOTrainer`. They run in the workers, so they must be defined at the top
+            level of a module.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. If None, the
             prompts come from ``environment_factory``.
@@ -51,9 +51,9 @@ class AsyncGRPOTrainer(AsyncTrainer):
         tools: Python functions that the model may call. Each function needs type hints and a docstring.
         environment_factory: Function that creates an environment for each completion, or a mapping from names to such
             functions. With a mapping, the dataset column ``environment`` selects the function.
-        rollout_worker: Worker that samples rollouts instead of the trainer's own worker processes, see
-            `RolloutWorkerProtocol`; or a `HarnessRolloutWorker`, which runs an agent.
-        weight_transfer: Object that sends weights to ``rollout_worker``, see `WeightTransferProtocol`.
+        rollout_worker: Worker that samples rollouts instead of the trainer's worker processes: an object with the methods of
+            `RolloutWorkerProtocol`, or a `HarnessRolloutWorker`, which runs an agent.
+        weight_transfer: Object that sends weights to ``rollout_worker``. See `WeightTransferProtocol`.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. If None, they are loaded
             together with the reward models.
@@ -152,15 +152,15 @@ class AsyncGRPOTrainer(AsyncTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        # With these sampling options, the workers' log-probs include every rule that changes the distribution (for example a
-        # penalty), so raise an error for rules that the trainer cannot apply.
+        # If the sampling options forbid token ids, the workers' log-probs include the effect of every option that
+        # changes the distribution, for example of a penalty. Reject options that the trainer's log-probs cannot reproduce.
         if self.run.progress.truncation.never:
             reject_reshaped_sampling(self.args)
         self.begins()
 
     def make_online(self) -> Online:
-        """Create the components that generate completions for evaluation. The sampler's log-probs come from the engine,
-        because the evaluation engine always has the policy's current weights.
+        """Create the components that generate completions for evaluation. The sampler's log-probs are taken from the
+        engine, because the evaluation engine always has the policy's current weights.
         """
         logps = lambda run, batch: {"rollout_logp": logps_of_sampler(run, batch)}  # noqa: E731
         # Both the workers and the evaluation engine return log-probs of the distribution they sampled from.

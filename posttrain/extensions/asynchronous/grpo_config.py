@@ -1,4 +1,4 @@
-"""`AsyncGRPOConfig`: limits on the age and number of rollouts, and the correction for their age."""
+"""`AsyncGRPOConfig`: options that limit the age and the number of rollouts, and options that correct for stale rollouts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_URL = "http://localhost:8000"
 
-# Fields of synchronous training that asynchronous training does not support. Each field is listed with the only value that is
-# accepted.
+# Fields of synchronous training that asynchronous training does not support, each with the only accepted value.
 MEANINGLESS = {
     "num_iterations": 1,
     "dynamic_sampling": 0,
@@ -45,10 +44,11 @@ MEANINGLESS = {
 
 @config
 class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
-    """Arguments of `AsyncGRPOTrainer`: GRPO whose rollouts are sampled by other processes while it trains.
+    """Arguments of `AsyncGRPOTrainer`: GRPO on rollouts that other processes sample during training.
 
-    One optimizer step takes ``samples_per_step`` rollouts from a queue and computes as many forward passes as their tokens need.
-    ``gradient_accumulation_steps`` is used only for the default of ``samples_per_step`` and is 1 afterwards.
+    One optimizer step takes ``samples_per_step`` rollouts from a queue. The number of forward passes of a step depends on
+    the number of tokens in these rollouts. ``gradient_accumulation_steps`` only determines the default of
+    ``samples_per_step``, and is then set to 1.
     """
 
     _least_generations: ClassVar[int] = 2
@@ -179,12 +179,12 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     def __post_init__(self) -> None:
         self.check_fields()
         self._refuse_meaningless()
-        # The trainer's own engine is used only for evaluation. rollout_engine="server" is therefore applied to the workers.
+        # The trainer's engine is used only for evaluation. Apply rollout_engine="server" to the workers instead.
         if self.rollout_engine == "server":
             self.rollout_engine, self.worker_engine = "auto", "server"
         self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
         self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
-        # As in TRL 1.18, one timeout applies to all requests. The separate options of TRL 1.16 override it.
+        # One timeout applies to all requests, as in TRL 1.18. The separate options of TRL 1.16 override this timeout.
         self._one_value(("request_timeout", "vllm_request_timeout"), max(600, self.vllm_server_timeout))
         names = ("weight_sync_timeout", "sync_timeout_s", "vllm_sync_timeout")
         self._one_value(names, max(1800, self.vllm_server_timeout))
@@ -197,8 +197,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             )  # fmt: skip
         check_truncation(self)
         if self._corrects_sampler and (self.truncation or self.resolved_engine == "server"):
-            # Reject penalties and structured outputs, because log-probs from servers and log-probs after truncation include
-            # their effect.
+            # Reject penalties and structured outputs. Log-probs from servers and log-probs after truncation include the
+            # effect of these options.
             reject_reshaped_sampling(self)
         if self.max_staleness_hard is None:
             self.max_staleness_hard = self.max_staleness
@@ -208,11 +208,11 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
                 "accepted rollouts would never be used for training. Raise max_staleness_hard, or set it to None."
             )
         self._resolve_inflight()
-        # A resumed run must not skip batches, because the prompt stream itself continues from the position in the checkpoint.
+        # A resumed run must not skip batches, because the prompt stream continues from its position in the checkpoint.
         self.ignore_data_skip = True
 
     def _one_value(self, names: tuple[str, ...], default: float) -> None:
-        """Copy the value that was set under one name of an option to its other names. Without a value, use ``default``."""
+        """Set all names of one option to the value that the user set under one of them, or else to ``default``."""
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         if len(set(values.values())) > 1:
             raise ConfigError(f"{values} are names of the same option with different values. Fix: set only {names[0]}.")
@@ -281,7 +281,9 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         return [urls] if isinstance(urls, str) else list(urls)
 
     def check_vllm_settings(self) -> None:
-        """Raise an error if vLLM is requested in the trainer's process. The trainer's engine is used only for evaluation."""
+        """Raise an error if vLLM is requested in the trainer's process, because the trainer's engine is used only for
+        evaluation.
+        """
         raise ConfigError(
             "use_vllm=True is not supported, because workers sample the rollouts. Fix: set worker_engine='server' "
             "with the address of a vLLM server."
@@ -289,7 +291,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
 
     @property
     def resolved_engine(self) -> str:
-        """Engine of the workers, after 'auto' was replaced."""
+        """Engine of the workers. The value 'auto' is resolved to 'server' or 'native'."""
         if self.worker_engine != "auto":
             return self.worker_engine
         return "server" if self.vllm_server_base_url else "native"

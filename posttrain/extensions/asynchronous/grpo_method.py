@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) -> LossTerms:
-    """Compute ``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)`` per token, divided by the tokens of the step.
+    """Compute ``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)`` per token, averaged over the tokens of the step.
 
-    With ``vllm_importance_sampling_mode=None``, ``rho = pi / mu``. ``mu`` is the policy at the weights that sampled the
-    token. In all other modes, ``rho = pi / pi_start``. ``pi_start`` is the policy at the beginning of the step. All
-    forward passes of a step use the same weights, so the value of rho is then 1, but its gradient is not 0. Each token
-    is weighted by the bounded ratio ``pi_start / mu``. This is decoupled PPO without an extra forward pass for the
-    proximal policy.
+    With ``vllm_importance_sampling_mode=None``, ``rho = pi / mu``. ``pi`` is the current policy, and ``mu`` is the policy
+    with the weights that sampled the token. In all other modes, ``rho = pi / pi_start``. ``pi_start`` is the policy at the
+    beginning of the step. All forward passes of a step use the same weights, so this ``rho`` has the value 1, but its
+    gradient is not 0. In these modes, each token is weighted by the bounded ratio ``pi_start / mu``. This is decoupled PPO
+    without an extra forward pass for the proximal policy.
 
     Args:
         out: Log-probs and entropies of the policy.
@@ -95,8 +95,8 @@ class AsyncGRPO(Method[AsyncGRPOConfig]):
     )
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute the reward of each completion minus the mean reward of its group. Divide by the standard deviation
-        that ``scale_rewards`` selects.
+        """Compute the reward of each completion minus the mean reward of its group. Divide the difference by the standard
+        deviation that ``scale_rewards`` selects.
         """
         how = self.cfg.scale_rewards
         stats = group_advantages(rewards.values, rewards.weights, rollouts.group_size, scale_rewards=how)

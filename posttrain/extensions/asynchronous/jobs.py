@@ -1,4 +1,4 @@
-"""The work of a rollout worker: complete prompts with the newest weights, score the completions, and send them."""
+"""Jobs of rollout workers: complete prompts with the newest weights, score the completions, and send them to the trainer."""
 
 from __future__ import annotations
 
@@ -50,28 +50,27 @@ logger = logging.getLogger(__name__)
 
 # Generation pauses while this number of finished groups wait for their rewards.
 SCORE_BACKLOG = 16
-# LOOK_S: polling interval of the thread that interrupts the engine. REST_S: polling interval of an idle worker. Both in
-# seconds.
+# Polling intervals in seconds: LOOK_S of the thread that interrupts the engine, REST_S of an idle worker.
 LOOK_S, REST_S = 0.05, 0.5
 
 
 @dataclass
 class RolloutJob:
-    """All data that a worker process receives when it starts.
+    """Job of a worker process, with all data that the process receives when it starts.
 
     Attributes:
-        engine: Description of the engine to create.
+        engine: Recipe from which the worker creates its engine.
         tokenizer: Tokenizer with a chat template.
-        sampling: All sampling settings. The seed is set per group.
-        context: Maximum number of tokens of prompt and completion.
-        episodes: Tools and environments of multi-turn rollouts.
+        sampling: Sampling settings of all groups. Only the seed is replaced for each group.
+        context: Maximum number of tokens of a prompt together with its completion. None: no limit.
+        episodes: Tools, environments and harness of multi-turn rollouts.
         rewards: Keyword arguments of `RewardRunner`. None: completions are not scored.
         method: Method that computes advantages.
-        mask_truncated: See `score_group`.
+        mask_truncated: Whether truncated completions are excluded from the loss.
         threads: Number of torch threads of the worker. None: torch's default.
-        segment_s: Number of seconds after which an engine call is interrupted, so that finished completions can be
-            sent.
-        slots: Maximum number of rollouts per engine call.
+        segment_s: Number of seconds after which an engine call is interrupted, so that the worker can send its finished
+            groups.
+        slots: Maximum number of rollouts in progress. One engine call samples all of them.
         reader: Image processor for prompts. None: prompts contain only text.
     """
 
@@ -89,7 +88,7 @@ class RolloutJob:
     reader: PictureProcessor | None = None
 
     def run(self, link: Link) -> None:
-        """Create the engine and the reward functions, then process tasks."""
+        """Create the engine and the reward functions, then process tasks until the trainer stops the worker."""
         logging.basicConfig(level=logging.WARNING)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
@@ -109,9 +108,9 @@ class RolloutGroup:
     """The completions of one prompt before they are scored.
 
     Attributes:
-        task: The prompt.
-        version: Version of the weights when the first request was sent.
-        batch: Completions that finished.
+        task: Task with the prompt.
+        version: Version of the weights when the first engine request was sent.
+        batch: Completions that finished without an error.
         errors: One error for each completion that failed.
         metrics: Values to log, one dict per completion.
         lent: Environments that stay reserved until the group is scored.
@@ -126,15 +125,15 @@ class RolloutGroup:
 
 
 class GroupGenerator:
-    """Generates the completions of prompts. Completions have one turn, or several turns with tools and environments.
+    """Generates the completions of prompts. A completion has one turn, or several turns if there are tools or environments.
 
     Args:
-        driver: `EpisodeDriver` that runs tools and environments.
-        generator: Generator with the engine.
+        driver: Driver that runs tools and environments.
+        generator: Generator that calls the engine.
         tokenizer: Tokenizer with a chat template.
-        sampling: Sampling settings. The seed is set per group.
-        context: Maximum number of tokens of prompt and completion.
-        reader: See `RolloutJob`.
+        sampling: Sampling settings. The seed is replaced for each group.
+        context: Maximum number of tokens of a prompt together with its completion.
+        reader: Image processor for prompts. None: prompts contain only text.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class GroupGenerator:
         driver.use_tokenizer(tokenizer)
         # Whether a group may need more than one engine call, because its completions can have several turns.
         self.episodic = driver.calls_tools or driver.pool is not None or driver.harness is not None
-        # Callback that reports progress while a harness runs. It raises an error to stop the episodes.
+        # Callback that a running harness calls to report progress. The callback raises an error to stop the episodes.
         self.alive: Callable[[bool], bool] = bool
 
     def prompt(self, task: GroupTask) -> tuple[list[int], Sampling]:
@@ -168,7 +167,7 @@ class GroupGenerator:
         return ids, replace(self.base, max_new_tokens=self._room(ids), seed=task.seed)
 
     def _room(self, ids: list[int]) -> int:
-        """Return the maximum number of tokens of a completion."""
+        """Return the maximum number of completion tokens after the prompt ``ids``."""
         base, context = self.base, self.context
         room = base.max_new_tokens if context is None else min(base.max_new_tokens, context - len(ids))
         if room < 1:
@@ -179,14 +178,16 @@ class GroupGenerator:
         return room
 
     def single_turn(self, task: GroupTask, version: int, rollouts: list[Rollout]) -> RolloutGroup:
-        """Decode the completions of one prompt."""
+        """Decode the single-turn completions of one prompt, and return them as a group."""
         chat = is_conversational({"prompt": task.row["prompt"]})
         rollouts, completions = decoded(self.tokenizer, rollouts, conversational=chat)
         (row,) = [task.row] if self.reader is None else opened([task.row])
         return RolloutGroup(task, version, RolloutBatch([row] * len(rollouts), rollouts, completions))
 
     def groups(self, tasks: Sequence[GroupTask], version: int) -> list[RolloutGroup]:
-        """Generate all completions of the prompts. Environments are reset first, then all turns are run."""
+        """Generate all completions of the prompts. With tools, environments or a harness, this method resets the
+        environments and runs all turns.
+        """
         if not self.episodic:
             return [self._plain(task, version) for task in tasks]
         if self.driver.harness is not None:
@@ -218,8 +219,8 @@ class GroupGenerator:
         return groups
 
     def _harnessed(self, tasks: Sequence[GroupTask], version: int) -> list[RolloutGroup]:
-        """Run the episodes of the prompts with the user's harness. A failed episode is recorded as an error of its
-        group, unless the config sets a reward for failed episodes.
+        """Run the episodes of the prompts with the user's harness. A failed episode is recorded as an error of its group,
+        unless the harness options set a reward for failed episodes.
         """
         assert self.driver.harness is not None
         failure = self.driver.harness.options.failure
@@ -265,8 +266,8 @@ class GroupGenerator:
     def _episodes(
         self, rows: list[dict[str, Any]], environments: list[Any] | None, errors: dict[int, str]
     ) -> Iterator[tuple[int, Episode]]:
-        """Yield the tokenized prompts of rows without an error. If a prompt leaves no space for a completion, an error
-        is recorded for its row.
+        """Yield an index and an episode for each row without an error. If a prompt leaves no space for a completion, record
+        an error for its row.
         """
         for index, row in enumerate(rows):
             if index in errors:
@@ -280,7 +281,7 @@ class GroupGenerator:
             yield index, episode
 
     def _completed(self, episodes: list[Episode], seed: int) -> list[tuple[Rollout, Any]]:
-        """Complete all turns of episodes, and return rollouts and completions for reward functions."""
+        """Complete all turns of episodes. Return, for each episode, the rollout and the completion for reward functions."""
         if not episodes:
             return []
         sampling = replace(self.base, seed=seed)
@@ -319,15 +320,16 @@ def score_group(
 ) -> list[Trajectory]:
     """Return one trajectory per completion, with its advantage and metrics.
 
-    Completions without a token that contributes to the loss are excluded.
+    A completion is excluded if none of its tokens contributes to the loss.
 
     Args:
         group: Completions of one prompt.
         rewards: Reward functions.
-        tokenizer: Tokenizer that decodes the ends of prompts, for format rewards.
-        method: Method that computes advantages, as in the trainer.
+        tokenizer: Tokenizer of the policy. For format rewards, it decodes the ends of prompts.
+        method: The trainer's method, which computes the advantages.
         mask_truncated: Whether to exclude truncated completions.
-        truncation: Truncation of the sampled distribution. Log-probs must be those of the truncated distribution.
+        truncation: Truncation (such as top-p) with which tokens were sampled. Log-probs must be those of the truncated
+            distribution.
 
     Raises:
         RewardError: A function raised an error or returned an invalid reward.
@@ -361,14 +363,14 @@ def score_group(
 
 
 def _group_metrics(table: RewardTable) -> dict[str, float]:
-    """Return the metrics of a whole group: scoring time, and fractions of unusual rewards."""
+    """Return the metrics of a whole group: the means that scoring logged, and the fraction of NaN rewards per function."""
     metrics = {name: float(m.value) / float(m.weight) for name, m in table.metrics.items() if m.reduction == "mean"}
     odd = {name: float(m.value) for name, m in table.metrics.items() if name.endswith("/nan")}
     return metrics | {name: count / len(table.values) for name, count in odd.items()}
 
 
 def unscored_group(group: RolloutGroup, *, mask_truncated: bool, truncation: Truncation = WHOLE) -> list[Trajectory]:
-    """Return trajectories like `score_group`, but with advantage 0, for methods without rewards."""
+    """Return trajectories as `score_group` does, but with advantage 0. Methods without rewards use this function."""
     trajectories = []
     for i, rollout in enumerate(group.batch.rollouts):
         if any(map(any, group.batch.trained(i, mask_truncated))):
@@ -398,7 +400,7 @@ def _sample(
     versions = [version for version, _ in rollout.spans or [(rollout.version, count)]]
     prompt = group.batch.examples[index]["prompt"]
     return RolloutSample(
-        # Decoded images are needed only by reward functions, so they are not sent.
+        # Do not send decoded images to the trainer, because only reward functions use them.
         prompt=without_pictures(prompt) if is_messages(prompt) else prompt,
         completion=group.batch.completions[index],
         input_ids=[*rollout.prompt_ids, *rollout.token_ids],
@@ -427,10 +429,10 @@ class _Open:
 
 
 class RolloutWorkerLoop:
-    """Processes the tasks of one link with one engine.
+    """Loop of a worker process that processes the tasks of one link with one engine.
 
-    An in-process engine runs on the main thread with all prompts in one call. The call is interrupted when there are
-    new weights, and regularly so that finished groups are sent and new prompts begin. Each call to a server runs on a
+    An in-process engine runs on the main thread with all prompts in one call. This call is interrupted when new weights
+    arrive, and regularly, so that finished groups are sent and new prompts begin. With rollout servers, each call runs on a
     separate thread.
     """
 
@@ -457,8 +459,8 @@ class RolloutWorkerLoop:
             threading.Thread(target=self._interrupter, daemon=True, name="interrupter").start()
 
     def refresh(self) -> None:
-        """Load the newest weights if the engine does not have them yet. This method runs between engine calls and also
-        reports progress.
+        """Load the newest weights if the engine does not have them yet, and report progress. This method is called between
+        two engine calls.
         """
         self.link.progress()
         with self._loading:
@@ -495,10 +497,11 @@ class RolloutWorkerLoop:
                 self.link.wait(REST_S)
 
     def _admit(self) -> list[GroupTask]:
-        """Return the tasks to begin now: as many as the free slots allow, and at least one if nothing is in progress."""
+        """Return the tasks to begin now: as many as fit into the free slots, but at least one if no task is in progress."""
         taken: list[GroupTask] = []
         busy = sum(len(group.completions) for group in self.active)
-        # A task that requires newer weights starts only after they are loaded, so that its rollouts have the correct version.
+        # A task that requires newer weights starts after these weights are loaded, so that its rollouts have the correct
+        # version.
         while self.link.tasks and self.link.tasks[0].version <= self.handle.version:
             size = self.link.tasks[0].size
             if (busy or taken) and busy + sum(t.size for t in taken) + size > self.job.slots and not self.parallel:
@@ -524,7 +527,7 @@ class RolloutWorkerLoop:
             self.active.append(_Open(task, self.handle.version, completions))
 
     def _generate_chunk(self) -> None:
-        """Run one engine call for all unfinished completions, and score the finished groups."""
+        """Run one engine call for all unfinished completions, and start scoring the groups that are finished."""
         unfinished = [
             completion for group in self.active for completion in group.completions if completion.finish_reason is None
         ]
@@ -568,7 +571,7 @@ class RolloutWorkerLoop:
     # Several turns -----------------------------------------------------------------------------------------------
 
     def _groups(self, tasks: list[GroupTask]) -> None:
-        """Run whole episodes of prompts and score them before their environments are reused."""
+        """Run the episodes of the tasks, and score them before their environments are released for other episodes."""
         if not tasks or (self.parallel and tasks[0].group_id in self.link.cancelled):
             return
         version = self.handle.version
@@ -603,7 +606,8 @@ class RolloutWorkerLoop:
         trajectories, alone = [], 0
         options: dict[str, Any] = {
             "mask_truncated": self.job.mask_truncated,
-            # Without rewards, the loss has no importance ratio, so log-probs of the full distribution are logged.
+            # Without rewards, the loss has no importance ratio and log-probs are only logged. Ids that ``logit_bias``
+            # forbids then need not be excluded from the distribution.
             "truncation": self.job.sampling.truncation if self.rewards is None else self.job.sampling.left_out,
         }
         if len(group.batch.rollouts) >= min(2, size):
@@ -612,7 +616,7 @@ class RolloutWorkerLoop:
                     trajectories = unscored_group(group, **options)
                 else:
                     options |= {"method": self.job.method}
-                    # A lock is needed, because calls to servers end on several threads.
+                    # Score one group at a time, because calls to servers end on several threads.
                     with self._judging:
                         trajectories = score_group(group, self.rewards, self.job.tokenizer, **options)
             except Exception as error:

@@ -1,4 +1,6 @@
-"""Limits on the age of rollouts, and `Ledger`, which counts how many rollouts were trained on or dropped."""
+"""`Ledger`: counts of rollouts that were trained on or dropped. `FailureBudget`, `DropWatch` and `MismatchGuard` react to
+failed, dropped and mismatched rollouts.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,27 @@ logger = logging.getLogger(__name__)
 
 # Reasons why a rollout was not used for training.
 DROP_REASONS = (
-    "stale_in_flight",  # its weights were too old before its generation ended
-    "stale_in_queue",  # its weights became too old while it waited in the queue
+    "stale_in_flight",  # the rollout's weights became too old before its generation ended
+    "stale_in_queue",  # the rollout's weights became too old while it waited in the queue
     "failed",  # the engine, a tool, an environment or a reward function raised an error
-    # its group has fewer than two completions left, so its reward cannot be compared with another reward
+    # no other completion of the rollout's group is left, so its reward cannot be compared with another reward
     "alone",
-    "worker_lost",  # its worker process died
-    "too_long",  # it is longer than the maximum row length
-    "untrainable",  # none of its tokens contributes to the loss
-    "skipped",  # its update was skipped, because policy and sampler differed too much
-    # it was in progress when the run ended, or when the checkpoint was written from which this run resumed
+    "worker_lost",  # the rollout's worker process died
+    "too_long",  # the rollout is longer than the maximum row length
+    "untrainable",  # no token of the rollout contributes to the loss
+    "skipped",  # the rollout's update was skipped, because policy and sampler differed too much
+    # the rollout was in progress when the run ended, or when the checkpoint was written from which this run resumed
     "unfinished",
 )
 
 
 @dataclass
 class Ledger:
-    """Counts rollouts by state: in generation, waiting in the queue, held by the current step, used for training, or
-    dropped.
+    """Counts of rollouts by state. A rollout is in generation, waits in the queue, is held by the current step, was used
+    for training, or was dropped.
 
-    ``produced = trained + dropped + in flight`` holds after every call. `audit` compares the counts with the actual
-    numbers.
+    ``produced = trained + dropped + in flight`` holds after every call, where "in flight" is the sum of the first three
+    states. `audit` compares the counts with the actual numbers.
 
     >>> ledger = Ledger()
     >>> ledger.dispatch(4); ledger.arrive(3); ledger.drop(1, "failed", "writing")
@@ -78,7 +80,7 @@ class Ledger:
             self.held = 0
 
     def drop(self, count: int, reason: str, place: str) -> None:
-        """Record that ``count`` rollouts will not be used for training. ``place`` is the state that they leave:
+        """Record that ``count`` rollouts will not be used for training. ``place`` is the state in which they were before:
         ``writing``, ``waiting`` or ``held``.
         """
         assert reason in DROP_REASONS, reason
@@ -117,13 +119,15 @@ class Ledger:
             )
 
     def state(self) -> dict[str, object]:
-        """Return the counts for a checkpoint. After a resume, rollouts in flight count as unfinished."""
+        """Return the counts for a checkpoint. The counts include rollouts in flight as dropped with the reason
+        ``unfinished``.
+        """
         with self.lock:
             dropped = self.dropped + Counter({"unfinished": self.in_flight})
             return {"produced": self.produced, "trained": self.trained, "dropped": dict(dropped)}
 
     def load(self, state: dict[str, object]) -> None:
-        """Restore the result of `state`."""
+        """Restore counts that `state` returned."""
         with self.lock:
             self.produced, self.trained = int(state["produced"]), int(state["trained"])  # type: ignore[call-overload]
             self.dropped = Counter(state["dropped"])  # type: ignore[arg-type]
@@ -134,7 +138,7 @@ class FailureBudget:
     """Stops a run if too many rollouts fail.
 
     Args:
-        share: Maximum fraction of failures in the last ``window`` rollouts.
+        share: Maximum fraction of failed rollouts among the last ``window`` rollouts.
         window: Number of rollouts in the window.
     """
 
@@ -161,16 +165,16 @@ class FailureBudget:
 
 
 class DropWatch:
-    """Warns if too many rollouts are discarded because they are too old. If this happens in several consecutive
-    windows, the limit of rollouts in flight is halved.
+    """Warns if too many rollouts are dropped because they are too old. If this happens in several consecutive windows of
+    rollouts, the limit of rollouts in flight is halved.
 
     Args:
         max_staleness: Value of the option ``max_staleness``, which the warning shows.
         window: Number of rollouts per window.
     """
 
-    # WARN: fraction of dropped rollouts in a window above which a warning is logged. CUT: fraction above which the window
-    # counts as bad. PATIENCE: number of consecutive bad windows after which the limit is halved.
+    # WARN: a warning is logged if the fraction of dropped rollouts in a window is above WARN. CUT: a window is bad if this
+    # fraction is above CUT. PATIENCE: the limit is halved after PATIENCE consecutive bad windows.
     WARN, CUT, PATIENCE = 0.5, 0.3, 3
 
     def __init__(self, max_staleness: int, window: int = 100) -> None:
@@ -178,7 +182,9 @@ class DropWatch:
         self.seen = self.stale = self.bad_windows = 0
 
     def add(self, fresh: int, stale: int, limit: int) -> int:
-        """Record the numbers of accepted and of stale rollouts. Return the new limit of rollouts in flight."""
+        """Record the number of accepted rollouts and of rollouts that were too old. Return the new limit of rollouts in
+        flight.
+        """
         self.seen += fresh + stale
         self.stale += stale
         if self.seen < self.window:
@@ -200,12 +206,12 @@ class DropWatch:
 
 
 class MismatchGuard:
-    """Detects that policy and sampler differ too much. The mismatch is the mean over tokens of ``rho - 1 - log rho``.
-    The mismatch is too large if it is above ``limit`` for ``patience`` consecutive steps.
+    """Detects that policy and sampler differ too much. The mismatch of a step is the mean of ``rho - 1 - log rho`` over
+    tokens. The mismatch is too large if it is above ``limit`` in ``patience`` consecutive steps.
 
     Args:
         limit: Maximum mismatch in nats per token.
-        patience: Number of consecutive steps above ``limit`` that triggers the guard.
+        patience: Number of consecutive steps above ``limit`` after which the update is skipped.
     """
 
     def __init__(self, limit: float = 0.5, patience: int = 20) -> None:
@@ -216,7 +222,7 @@ class MismatchGuard:
         """Record the mismatch of a step. Return True if the next update must be skipped and the queue must be emptied.
 
         Raises:
-            RolloutError: The mismatch has been too large a second time, so emptying the queue did not help.
+            RolloutError: The mismatch is too large for the second time, although the queue was emptied the first time.
         """
         self.steps = self.steps + 1 if kl > self.limit else 0
         if self.steps < self.patience:
@@ -239,13 +245,13 @@ def balanced_shares(lengths: Sequence[int], world: int) -> list[list[int]]:
     """Assign samples to processes so that their computing times are similar. Samples are assigned in descending order
     of length. Each sample goes to the process with the smallest sum of squared lengths so far.
 
-    Each process gets at least one sample if there are at least ``world`` samples. The result contains sample indices.
+    The result contains one list of sample indices per process. With at least ``world`` samples, no list is empty.
 
     >>> balanced_shares([4, 3, 2, 1], 2)
     [[0], [1, 2, 3]]
     """
     shares: list[list[int]] = [[] for _ in range(world)]
-    # This list is a heap whose first item is the process with the lowest load.
+    # Heap of (load, process). The first item is the process with the lowest load.
     loads = [(0, target) for target in range(world)]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         load, target = loads[0]

@@ -1,4 +1,4 @@
-"""`WorkerPool`: assigns prompts to worker processes, collects scored rollouts, and replaces failed workers."""
+"""`WorkerPool`: pool that assigns prompts to worker processes, collects scored rollouts, and replaces failed workers."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from posttrain.extensions.asynchronous.worker import GAP_S, JOIN_S, ActiveClock,
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-# Worker restarts are counted over the last RESTART_WINDOW_S seconds, so that rare failures in a long run do not stop it.
+# Only worker restarts in the last RESTART_WINDOW_S seconds are counted, so that rare failures do not stop a long run.
 RESTART_WINDOW_S = 600.0
-# Maximum number of times that a prompt is retried: LOST_ATTEMPTS if its worker died, FAILED_ATTEMPTS if its rollouts failed.
+# Maximum number of retries of a prompt: LOST_ATTEMPTS if its worker died, FAILED_ATTEMPTS if its rollouts failed.
 LOST_ATTEMPTS, FAILED_ATTEMPTS = 3, 1
 
 
 @dataclass(slots=True)
 class GroupResult:
-    """Result of a task.
+    """Result of a `GroupTask` that a worker sends to the trainer.
 
     Attributes:
-        group_id: Id of the task.
+        group_id: ``group_id`` of the task.
         trajectories: Scored rollouts with their advantages.
         errors: One error per failed rollout.
         untrainable: Number of rollouts without a token that contributes to the loss.
-        alone: Number of rollouts that are dropped because all other rollouts of their group failed or were excluded.
-        seconds: Time by activity (``generate``, ``score``, ``wait``).
+        alone: Number of rollouts without another rollout of their group to compare with, because the other rollouts failed.
+        seconds: Time in seconds by activity, for example ``generate`` and ``score``.
         tokens: Number of generated tokens.
     """
 
@@ -55,20 +55,20 @@ class PoolSettings:
     """Sizes and time limits of a worker pool.
 
     Attributes:
-        workers: Number of processes.
-        group_size: Number of completions per prompt G.
+        workers: Number of worker processes.
+        group_size: Number of completions per prompt (group size G).
         max_inflight: Maximum number of rollouts in generation.
-        window: Maximum number of rollouts in generation, in the queue or in the current step
-            (``staleness_policy="pace"``). None: no limit.
-        max_staleness: Maximum age in versions of a rollout when it arrives.
-        max_staleness_hard: Age in versions beyond which a rollout in generation is canceled.
-        rollout_tokens: Number of tokens that are reserved in the queue for an unfinished rollout: its maximum length
-            including the prompt.
-        failure_budget: Maximum fraction of failures in the last 200 rollouts.
+        window: Maximum number of rollouts in generation, in the queue and in the current step together, for
+            ``staleness_policy="pace"``. None: no limit.
+        max_staleness: Maximum age of a rollout when it arrives, in weight versions.
+        max_staleness_hard: Maximum age of a rollout in generation, in weight versions. Older rollouts are canceled.
+        rollout_tokens: Number of tokens in the queue that are reserved for an unfinished rollout. It is the maximum length
+            of a rollout, including the prompt.
+        failure_budget: Maximum fraction of failed rollouts among the last 200 rollouts.
         max_restarts: Maximum number of worker restarts in ten minutes.
         stale_after_s: Number of seconds without progress after which a worker is replaced.
-        ready_within_s: Maximum number of seconds until a worker is ready.
-        sync_timeout_s: Maximum number of seconds to load weights.
+        ready_within_s: Maximum number of seconds from the start of a worker until it is ready.
+        sync_timeout_s: Maximum number of seconds that a worker may need to load new weights.
     """
 
     workers: int
@@ -95,13 +95,13 @@ class _UnderWay:
 class WorkerPool:
     """Pool of worker processes that implements `RolloutWorkerProtocol`.
 
-    A thread of the trainer's process assigns prompts and collects rollouts, so that workers continue during a training
+    A thread of the trainer's process assigns prompts and collects rollouts, so that workers keep sampling during a training
     step.
 
     Args:
         job: Job of every worker. It must be picklable.
         source: Source of prompts.
-        settings: See `PoolSettings`.
+        settings: Sizes and time limits of the pool.
         buffer: Queue of scored rollouts.
         ledger: Ledger of all rollouts.
         folder: Folder of the workers' logs.
@@ -124,14 +124,14 @@ class WorkerPool:
         # The trainer lowers this limit if too many rollouts become stale.
         self.max_inflight = settings.max_inflight
         self.version, self._announced = 0, 0.0
-        self.holders: Any = None  # Servers that have the current version. It is None if workers do not use servers.
+        self.holders: Any = None  # Servers that have the current weight version. None: workers do not use servers.
         # This clock does not count time during which this process was suspended.
         self.clock = ActiveClock(GAP_S)
         self.workers: list[WorkerProcess] = []
         self.under_way: dict[int, _UnderWay] = {}
         self.loaded: dict[int, int] = {}
-        # Each item: worker index, version of the weights, and the worker's log-probs of the probe sequences. The trainer
-        # compares them with its own log-probs.
+        # Each item contains the worker's index, the version of the weights, and the worker's log-probs of the probe
+        # sequences. The trainer compares these log-probs with its own.
         self.scored: deque[tuple[int, int, list[list[float]]]] = deque(maxlen=64)
         self.restarts = 0
         self.error: BaseException | None = None
@@ -147,7 +147,7 @@ class WorkerPool:
         """Start all workers and wait until they are ready.
 
         Raises:
-            RolloutError: A worker died or took too long. The message contains its last output.
+            RolloutError: A worker died or was not ready in time. The message contains the last lines of its log.
         """
         self.workers = [self._spawn(index) for index in range(self.settings.workers)]
         self._thread = threading.Thread(target=self._serve, daemon=True, name="rollout-pool")
@@ -172,7 +172,7 @@ class WorkerPool:
             self.under_way, self.workers, self._thread = {}, [], None
 
     def update_model_version(self, version: int) -> None:
-        """Announce new weights. Rollouts that are now too old are canceled, and their prompts are retried."""
+        """Announce new weights to the workers. Cancel rollouts in generation that are now too old, and retry their prompts."""
         with self.lock:
             self.version, self._announced = version, self.clock.look()
             for worker in self.workers:
@@ -210,7 +210,7 @@ class WorkerPool:
 
     @property
     def starting(self) -> bool:
-        """Whether a worker is still starting. `PoolSettings.ready_within_s` limits the time of a start."""
+        """Whether a worker is still starting. `PoolSettings.ready_within_s` limits the duration of a start."""
         return not all(worker.is_ready for worker in self.workers)
 
     def spent(self) -> dict[str, float]:
@@ -332,7 +332,9 @@ class WorkerPool:
         return self._spawn(worker.index)
 
     def _dispatch(self) -> None:
-        """Assign new groups while the limits allow it. Each group goes to the worker with the fewest rollouts in progress."""
+        """Assign new groups to workers within the limits. Each group goes to the worker with the fewest rollouts in
+        progress.
+        """
         ready = [worker for worker in self.workers if worker.is_ready]
         if not (ready and self.version and self._room()):
             return
@@ -352,7 +354,9 @@ class WorkerPool:
             heapq.heapreplace(least, (busy + task.size, position))
 
     def _room(self) -> bool:
-        """Return whether another group may begin within the limits of rollouts in progress, of the queue, and of ``window``."""
+        """Return whether another group may begin. The limits of ``max_inflight``, of the queue and of ``window`` are
+        checked.
+        """
         size, writing, waiting = self.settings.group_size, self.ledger.writing, len(self.rollout_buffer)
         if not writing and not waiting:
             # At least one group must be in progress, even if it exceeds a limit.

@@ -1,4 +1,4 @@
-"""`AsyncRollouts`: the queue of rollouts from workers. `RolloutService`: the workers and their weights."""
+"""`AsyncRollouts` is the queue of rollouts from workers. `RolloutService` starts the workers and pushes weights to them."""
 
 from __future__ import annotations
 
@@ -54,20 +54,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of parameters above which a reward model causes a warning, because workers run it on the CPU, where it is slow.
+# A reward model with more than BIG_MODEL parameters causes a warning, because workers run it on the CPU, where it is slow.
 BIG_MODEL = 50_000_000
-# If the model's context length is unknown, the length limit of a rollout is this factor times the maximum completion length.
+# If the model's context length is unknown, the maximum length of a rollout is LONGEST_PROMPT times the maximum completion
+# length.
 LONGEST_PROMPT = 2
-# Timeout in seconds of one read of the queue. If the queue is empty for this time, the health of the workers is checked.
+# Timeout in seconds of one read of the queue. The health of the workers is checked before each read.
 LOOK_S = 5.0
-# Number of policy versions whose log-probs are stored, to compare them with the workers' log-probs.
+# Number of weight versions for which the policy's log-probs are stored. Workers' log-probs are compared with them.
 PROBES_KEPT = 8
-# The run stops after this number of consecutive rollouts that are longer than a batch row.
+# The run stops after TOO_LONG_IN_A_ROW consecutive rollouts that are longer than a batch row.
 TOO_LONG_IN_A_ROW = 100
 
 
 def by_context(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
-    """Sort samples so that those with the same group and context are consecutive and share the prompt."""
+    """Sort samples so that samples with the same group and context are consecutive and can share their prompt."""
     together: dict[tuple[int, tuple[Any, ...]], list[RolloutSample]] = {}
     for sample in samples:
         context = (*sample.pictures, *sample.input_ids[: sample.start])
@@ -76,7 +77,7 @@ def by_context(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
 
 
 def rollout_batch(samples: Sequence[RolloutSample]) -> RolloutBatch:
-    """Convert samples to a rollout batch with ``advantages`` and ``rollout_logp``."""
+    """Convert samples to a rollout batch with the columns ``advantages`` and ``rollout_logp``."""
     return RolloutBatch(
         [sample.example() for sample in samples],
         [sample.rollout() for sample in samples],
@@ -87,8 +88,8 @@ def rollout_batch(samples: Sequence[RolloutSample]) -> RolloutBatch:
 
 
 def trajectory_batch(trajectories: Sequence[Trajectory]) -> RolloutBatch:
-    """Convert whole rollouts to a rollout batch with ``advantages``, like a batch that the trainer's own engine
-    generated.
+    """Convert whole rollouts to a rollout batch with the column ``advantages``. The batch has the form of a batch that the
+    trainer's own engine generated.
     """
     first = [trajectory.samples[0] for trajectory in trajectories]
     return RolloutBatch(
@@ -100,7 +101,7 @@ def trajectory_batch(trajectories: Sequence[Trajectory]) -> RolloutBatch:
 
 
 def warn_of_reward_models(functions: Any) -> None:
-    """Warn about large reward models, which run in the workers on the CPU."""
+    """Warn about large reward models, because workers run reward models on the CPU."""
     for function in functions if isinstance(functions, list | tuple) else [functions]:
         size = sum(p.numel() for p in function.parameters()) if isinstance(function, nn.Module) else 0
         if size > BIG_MODEL or isinstance(function, str):
@@ -112,12 +113,10 @@ def warn_of_reward_models(functions: Any) -> None:
 
 
 class Scoring(Protocol):
-    """Additional scores of rollouts, for example from teacher servers. The scores are computed while the previous
-    training step runs.
-    """
+    """Computes additional scores of rollouts, for example with teacher servers, while the previous training step runs."""
 
     def begin(self, trajectory: Trajectory) -> None:
-        """Start scoring a rollout that has arrived."""
+        """Start scoring a rollout as soon as it has arrived."""
 
     def finish(self, samples: Sequence[RolloutSample]) -> dict[str, Metric]:
         """Wait for the scores of the step's samples, store them in `RolloutSample.scores`, and return metrics."""
@@ -129,9 +128,9 @@ class RolloutService:
 
     Args:
         args: Config of the trainer.
-        given: Arguments of the trainer: ``rollout_worker``, ``weight_transfer``, ``engine_factory``, tools, and the
-            reward functions. Without reward functions, the key ``unscored`` is set.
-        sync: Weight sync of the trainer, with its model, accelerator and log.
+        given: Arguments that the trainer received: ``rollout_worker``, ``weight_transfer``, ``engine_factory``, tools, and the
+            reward functions. If the method has no reward functions, the key ``unscored`` is True.
+        sync: The trainer's weight sync. It also provides the model, the accelerator and the log.
         tasks: Source of prompts.
         ledger: Ledger of all rollouts.
         tokenizer: Tokenizer of the policy.
@@ -140,11 +139,11 @@ class RolloutService:
         reader: Image processor for prompts. None: prompts are text.
 
     Attributes:
-        worker: Worker pool or a user's worker. The worker is None before the first step, and on other processes than
-            the main one.
-        transfer: Transfer of weights to the engines. None before the first step.
-        server_state: State of the weight transfer, for example which servers lack the weights; see `WeightTransfer`.
-        scoring: Additional scoring of rollouts as they arrive, or None.
+        worker: Worker pool, or the worker that the user passed. None before the first step, and on all processes except the
+            main process.
+        transfer: Object that sends weights to the engines. None before the first step.
+        server_state: State of the weight transfer, for example which servers lack the weights. See `WeightTransfer`.
+        scoring: Object that computes additional scores of arriving rollouts. None: no additional scores.
         version: Version of the weights that were pushed last.
     """
 
@@ -171,21 +170,19 @@ class RolloutService:
         self.scoring: Scoring | None = None
         self.version = 0
         self._serving = False
-        # Training step after which the weights were last pushed.
+        # Number of the training step after which the weights were pushed for the last time.
         self._sent_at = -1
         self._probes: dict[int, Probe] = {}
 
     @property
     def pool(self) -> WorkerPool | None:
-        """The worker pool, whose rollouts are all recorded in the ledger. The pool is None if the
-        user passed a worker.
-        """
+        """The worker pool. All of its rollouts are recorded in the ledger. None if the user passed a worker."""
         return self.worker if isinstance(self.worker, WorkerPool) else None
 
     # Start and stop ----------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Push the current weights and start the workers. Later calls have no effect. Every rank must call it."""
+        """Push the current weights and start the workers. Later calls have no effect. All ranks must call this method."""
         if self._serving:
             return
         self._serving = True
@@ -209,8 +206,8 @@ class RolloutService:
         return function if self._is_main else lambda: None
 
     def close(self) -> None:
-        """Stop the workers and delete the shared weights. Errors are only logged, so that they do not hide the error
-        that ended the run.
+        """Stop the workers and delete the shared weights. Errors while stopping are only logged, so that they do not hide an
+        earlier error that ended the run.
         """
         if not self._serving:
             return
@@ -223,22 +220,22 @@ class RolloutService:
             except Exception:
                 logger.exception("the %s could not be closed", name)
         left = {"writing": self.ledger.writing, "waiting": self.ledger.waiting, "held": self.ledger.held}
-        # If an error ended the run, rollouts are still in progress or in the queue. Record them as unfinished.
+        # If an error ended the run, some rollouts are still in progress or in the queue. Record them as unfinished.
         for place, count in left.items():
             self.ledger.drop(count, "unfinished", place)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
     def push_weights(self, again: bool = False) -> None:
-        """Push the current weights under a new version number. Every rank must call it, because all ranks take part in
+        """Push the current weights under a new version number. All ranks must call this method, because all ranks take part in
         reading sharded weights.
 
         Args:
-            again: Push the last version again, to servers that lack it. The weights must be the same as in the last
+            again: Push the last version again, to servers that lack it. The weights must not have changed since the last
                 push.
 
         Raises:
-            WeightSyncError: The weights did not arrive. All ranks raise it.
+            WeightSyncError: The weights did not arrive. All ranks raise this error.
         """
         began = time.perf_counter()
         if isinstance(self.transfer, SharedWeights):
@@ -266,7 +263,7 @@ class RolloutService:
         )
 
     def _probe_workers(self, transfer: SharedWeights) -> None:
-        """Send probe sequences with the next version if a comparison is due."""
+        """Send probe sequences together with the next weights if a comparison of log-probs is due."""
         transfer.probe = None
         if self.sync.parity_due():
             with self.sync.parity.timed():
@@ -275,8 +272,8 @@ class RolloutService:
             self._probes = dict(list(self._probes.items())[1 - PROBES_KEPT :]) | {transfer.version + 1: probe}
 
     def compare_workers(self) -> None:
-        """Compare the probe log-probs that workers have sent since the last call with the trainer's log-probs of the
-        same version.
+        """Compare workers' log-probs of probe sequences, received since the last call, with the trainer's log-probs of the
+        same weight version.
 
         Raises:
             WeightSyncError: The weights of a worker differ from the trainer's.
@@ -294,7 +291,7 @@ class RolloutService:
             for _ in tensors:
                 pass
         elif again:
-            # The servers that get the weights now receive no requests yet, so generation does not have to be paused.
+            # Servers that lack the weights receive no requests, so generation does not have to be paused.
             self.transfer.send_again(tensors)
         else:
             self.transfer.pause()
@@ -304,12 +301,12 @@ class RolloutService:
                 self.transfer.resume()
 
     def serve_again(self) -> None:
-        """Push the current weights again to servers that lack them. Every rank must call it."""
+        """Push the current weights to servers that lack them. All ranks must call this method."""
         self.push_weights(again=self._sent_at == self.sync.run.progress.state.global_step)
 
     def make_transfer(self) -> Any:
-        """Create the object that sends weights: through shared memory if workers have a copy of the model, or over HTTP
-        to servers.
+        """Create the object that sends weights. If workers have copies of the model, weights are sent through shared
+        memory. If there are rollout servers, weights are sent over HTTP.
         """
         if self._engine_kind != "server":
             return SharedWeights()
@@ -399,15 +396,14 @@ class AsyncRollouts:
 
     Args:
         service: Workers and their weights.
-        rewards: Reward functions. Only the names and weights of the functions are used, because workers compute the
+        rewards: Reward functions. Only their names and weights are used here, because workers compute the
             rewards.
-        watch: Check that stops the run if all rewards are equal. None: rollouts have no rewards.
+        watch: Check that stops the run if rewards have no variance. None: rollouts have no rewards.
         add_completions: Function that adds rows to the table of completions.
 
     Attributes:
         ledger: Ledger of all rollouts.
-        held: Rollouts that were taken from the queue for the current step. The list is empty on all processes except
-            the main process.
+        held: Rollouts that were taken from the queue for the current step. Empty on all processes except the main process.
     """
 
     def __init__(
@@ -426,7 +422,7 @@ class AsyncRollouts:
         self._seen_stale = 0
 
     def next(self, n: int) -> RolloutBatch:
-        """Take ``n`` rollouts from the queue and return this process's share. The first call of this method starts the
+        """Take ``n`` rollouts from the queue, and return the rollouts that this process trains on. The first call starts the
         workers.
         """
         self.service.serve()
@@ -435,8 +431,8 @@ class AsyncRollouts:
             with parallel.failing_together(self.accelerator):
                 self.service.compare_workers()
                 dealt = self._deal(n) if main else None
-            # Each process receives only its own share. A share of None means: push the weights to the servers that lack them,
-            # then try again.
+            # Each process receives only the rollouts that it trains on. If servers lack the weights, each process receives
+            # None. The weights are then pushed to these servers, and rollouts are taken again.
             share = parallel.scatter_objects(dealt or [None] * self.accelerator.num_processes, self.accelerator)
             if share is not None:
                 samples = by_context(share)
@@ -448,7 +444,7 @@ class AsyncRollouts:
 
     def _deal(self, count: int) -> list[list[RolloutSample]] | None:
         """Take the rollouts of a step from the queue, and split their samples into one list per process. Return None if
-        no rollout can arrive because servers must first get the weights.
+        no rollout can arrive, because servers lack the weights.
         """
         began = time.perf_counter()
         if not self.take(count):
@@ -466,7 +462,7 @@ class AsyncRollouts:
 
     @property
     def token_budget(self) -> int:
-        """Maximum number of tokens of a batch row. 0: no limit."""
+        """Maximum number of tokens in a batch row. 0: no limit."""
         budget = self.args.token_budget
         return max(0, budget) if budget is not None else (self.sync.context or 0)
 
@@ -475,16 +471,16 @@ class AsyncRollouts:
         ``max_staleness_hard`` versions are dropped.
 
         Returns:
-            False if servers lack the weights, so that no rollout can arrive. ``held`` keeps the rollouts that were
-            taken.
+            False if no rollout can arrive, because servers lack the weights. The rollouts that were already taken stay in
+            ``held``.
 
         Raises:
             RolloutError: No rollout arrived for too long, or 100 consecutive rollouts had more than ``token_budget``
                 tokens.
         """
         pending, self.held = self.held, []
-        # These rollouts were taken by an earlier call, which returned False. Check their age again, because weights were pushed
-        # since.
+        # An earlier call took these rollouts and then returned False. Check their age again, because weights were pushed
+        # since then.
         for trajectory in pending:
             self._hold(trajectory, "held")
         while len(self.held) < count:
@@ -534,7 +530,7 @@ class AsyncRollouts:
         """Return the next rollout from the queue. The health of the workers is checked before each read.
 
         Returns:
-            None if the queue is empty because servers lack the weights.
+            The next rollout. None if no rollout can arrive, because servers lack the weights.
         """
         stale = self.args.heartbeat_stale_after_s
         clock = ActiveClock(2 * LOOK_S)
@@ -554,7 +550,7 @@ class AsyncRollouts:
             return self._booked(item) if self.service.pool is None else item
 
     def _booked(self, item: object) -> Trajectory:
-        """Record an item from a user's worker in the ledger. An item is a `RolloutSample`, a list of rows, or a
+        """Record a rollout from a user's worker in the ledger. ``item`` is a `RolloutSample`, a list of rows, or a
         `Trajectory`.
         """
         self.ledger.dispatch(1)
@@ -574,7 +570,7 @@ class AsyncRollouts:
         )
 
     def _close_group(self, group_id: int) -> None:
-        """Record that this group is finished, so its prompt will not be retried after a resume."""
+        """Record that a group is finished. Its prompt is then not retried after a resume."""
         if self.service.pool is not None:
             with self.service.pool.lock:
                 self.tasks.done(group_id)
@@ -582,8 +578,8 @@ class AsyncRollouts:
     # Methods that update the ledger.
 
     def book(self, *, skipped: bool) -> None:
-        """Record the rollouts of the step as used for training. If the update was skipped, record them, and all
-        rollouts in the queue, as dropped.
+        """Record that the rollouts of the step were used for training. If the update was skipped, record these rollouts and
+        all rollouts in the queue as dropped.
         """
         pool = self.service.pool
         if skipped:
@@ -601,7 +597,7 @@ class AsyncRollouts:
         (pool or self.ledger).audit()
 
     def close(self) -> None:
-        """Stop the workers. Rollouts in progress are recorded as unfinished."""
+        """Stop the workers, and record rollouts in progress as unfinished."""
         self.service.close()
         self.held = []
 
@@ -625,13 +621,15 @@ class AsyncRollouts:
         return {name: float(value) for name, value in counts.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the prompts and the counts. After a resume, rollouts in progress are generated again."""
+        """Return the position in the prompts and the counts of rollouts. After a resume, rollouts in progress are sampled
+        again.
+        """
         with (self.service.pool or self.ledger).lock:
             mine = {"tasks": self.tasks.state(), "ledger": self.ledger.state()}
         return mine | {"version": self.service.version}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`."""
+        """Restore a state that `state` returned."""
         self.tasks.load(state["tasks"])
         self.ledger.load(state["ledger"])
         self.service.version = state["version"]
@@ -639,7 +637,7 @@ class AsyncRollouts:
     # Logging -----------------------------------------------------------------------------------------------------
 
     def _log_step(self, waited: float) -> None:
-        """Log the step's rollouts of all processes, on the main process."""
+        """Log metrics and a table of the step's rollouts of all processes. The main process calls this method."""
         first = [trajectory.samples[0] for trajectory in self.held]
         batch, table = trajectory_batch(self.held), self._table(first)
         metrics = _sample_metrics(first) | self._age_metrics() | self._pool_metrics()
@@ -684,21 +682,21 @@ class AsyncRollouts:
         return metrics
 
     def _reward_metrics(self, batch: RolloutBatch, table: RewardTable, first: list[RolloutSample]) -> dict[str, Metric]:
-        """Compute the reward metrics of the samples that have rewards, in the same way as synchronous training."""
+        """Compute the reward metrics of the samples that have rewards, as synchronous training does."""
         if table.values.isnan().all():
             return {}
         made = _advantages(first)
         return reward_metrics(table, made, completion_lengths(batch)) | {"reward_std": reward_spread(made.totals)}
 
     def _table(self, samples: list[RolloutSample]) -> RewardTable:
-        """Return the rewards of samples. Missing rewards are NaN."""
+        """Return the table of the samples' rewards, with NaN for missing rewards."""
         names = list(self.rewards.names)
         values = [[sample.metrics.get(f"rewards/{name}", math.nan) for name in names] for sample in samples]
         return RewardTable(torch.tensor(values), names, self.rewards.weights)
 
     def _watch_rewards(self, watch: RewardWatch, first: list[RolloutSample], table: RewardTable) -> None:
         """Stop the run if rewards have no variance, as in synchronous training."""
-        # A custom worker may send advantages only, without rewards.
+        # A user's worker may send advantages without rewards.
         known = [i for i, s in enumerate(first) if any(f"rewards/{name}" in s.metrics for name in table.names)]
         table = replace(table, values=table.values[known])
         self.sync.run.log(unscorable(table.values))
@@ -723,7 +721,7 @@ def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
         known = ~values.isnan()
         metrics[name] = mean(values.nan_to_num(0.0), known)
         if name.startswith("rewards/") and name.endswith("/nan"):
-            metrics[name] = total(float(values.nansum()))  # Unscored rows are counted, as in synchronous training.
+            metrics[name] = total(float(values.nansum()))  # Number of unscored rows, as in synchronous training.
         if name.startswith("rewards/") and name.count("/") == 1:
             metrics[f"{name}/mean"] = metrics[name]
     if not any("reward" in sample.metrics for sample in first):

@@ -1,5 +1,5 @@
-"""`RolloutSample` and `Trajectory`: scored rollouts from workers. `GroupTask`, `TaskSource` and `RolloutBuffer`: tasks
-and queue.
+"""Rollouts and tasks of asynchronous training. `RolloutSample` and `Trajectory` are scored rollouts from workers.
+`GroupTask` is a task, `TaskSource` creates tasks, and `RolloutBuffer` is the queue of finished rollouts.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RolloutSample:
-    """One training row: a whole rollout, or the part of a rollout after its context was last rewritten.
+    """One training row: a whole rollout, or the part of a rollout after its context was rewritten for the last time.
 
     Attributes:
-        prompt: Prompt of the dataset, or the text of the row's context.
-        completion: Input of reward functions: text or messages.
+        prompt: Prompt from the dataset, or the text of the row's context.
+        completion: Completion as text or messages, as reward functions receive it.
         input_ids: Token ids of the context and the completion.
-        completion_mask: 1 for tokens of the model. The mask has the length of ``input_ids``.
-        old_log_probs: The engine's log-probs, with the length of ``input_ids``; 0.0 where the mask is 0.
+        completion_mask: 1 for tokens that the model sampled, else 0. Same length as ``input_ids``.
+        old_log_probs: The engine's log-probs. 0.0 for tokens whose ``completion_mask`` is 0. Same length as ``input_ids``.
         advantage: Advantage of the whole rollout. All rows of a rollout have the same advantage.
         model_version: Version of the weights when the group's first request was sent. No token was sampled with older
             weights.
-        group_id: Id of the prompt, equal for its completions.
+        group_id: Id of the prompt. All completions of one prompt have the same id.
         metrics: Values to log: rewards by name, tool calls, seconds.
         spans: Versions of the weights that sampled the model's tokens, as (version, number of consecutive tokens).
         pictures: Images of the context, as in `Prompt.pictures`: encoded bytes or paths, not pixels.
-        teacher_id: Name of the row's teacher, if there are several.
-        scores: Scores of teachers on servers by name, or a future of them.
+        teacher_id: Name of the row's teacher, if there are several teachers.
+        scores: Scores from teacher servers, as a mapping or as a future that returns the mapping.
     """
 
     prompt: Any
@@ -67,7 +67,7 @@ class RolloutSample:
         return next((i for i, kept in enumerate(self.completion_mask) if kept), len(self.completion_mask))
 
     def example(self) -> dict[str, Any]:
-        """Return the columns of the dataset row that are known here."""
+        """Return the columns of the dataset row that are stored in this sample: ``prompt`` and ``teacher_id``."""
         return {"prompt": self.prompt} | ({} if self.teacher_id is None else {"teacher_id": self.teacher_id})
 
     def rollout(self) -> Rollout:
@@ -89,8 +89,8 @@ class RolloutSample:
         """Reject an invalid row.
 
         Raises:
-            RolloutError: Lists have different lengths, a token with loss has no valid log-prob or no preceding token,
-                or the advantage or a token id is invalid.
+            RolloutError: The lists have different lengths, the advantage or a token id is invalid, or a token with loss has
+                no valid log-prob or no preceding token.
         """
         lengths = (len(self.input_ids), len(self.completion_mask), len(self.old_log_probs))
         if len(set(lengths)) > 1:
@@ -117,12 +117,12 @@ class RolloutSample:
 
 @dataclass(slots=True)
 class Trajectory:
-    """All rows of one rollout. One optimizer step trains on all of these rows, or the whole rollout is dropped.
+    """All rows of one rollout. One optimizer step trains on all rows together, or the whole rollout is dropped.
 
     Attributes:
         samples: Rows of the rollout, at least one.
-        arrived: Version of the trainer's weights when the rollout arrived.
-        finished: Whether the model ended the rollout.
+        arrived: Version of the trainer's weights at the time when the rollout arrived.
+        finished: Whether the model ended the rollout itself. False: the rollout was truncated.
     """
 
     samples: list[RolloutSample]
@@ -143,7 +143,7 @@ class Trajectory:
         return sum(len(sample) for sample in self.samples)
 
     def rollout(self) -> Rollout:
-        """Convert the rows to one `Rollout`: the first row becomes its completion, and further rows become its branches."""
+        """Convert the rows to one `Rollout`. The first row becomes its completion, and all further rows become its branches."""
         first, *others = [sample.rollout() for sample in self.samples]
         reason: FinishReason = "stop" if self.finished else "length"
         return replace(first, finish_reason=reason, branches=others)
@@ -156,10 +156,10 @@ class GroupTask:
     Attributes:
         group_id: Number of the prompt in the run.
         row: Dataset row.
-        size: Number of completions G.
+        size: Number of completions to sample (group size G).
         seed: Seed for sampling and for environments.
-        attempt: Number of earlier attempts for this prompt.
-        version: Minimum version of the weights that a worker needs before it starts this task.
+        attempt: Number of earlier attempts to sample completions of this prompt.
+        version: Minimum version of the weights with which a worker may start this task.
     """
 
     group_id: int
@@ -184,11 +184,12 @@ class RolloutWorkerProtocol(Protocol):
 
 
 class RolloutBuffer:
-    """FIFO queue of rollouts. `put` does not enforce the limits. `WorkerPool` checks `room` before it starts a group.
+    """FIFO queue of finished rollouts. `put` does not enforce the limits, because `WorkerPool` calls `room` before it
+    starts a group.
 
     Args:
-        max_samples: Maximum number of trajectories.
-        max_tokens: Maximum number of tokens.
+        max_samples: Maximum number of trajectories in the queue.
+        max_tokens: Maximum number of tokens of all trajectories in the queue. None: no limit.
         arriving: Function called with each rollout that is put into the queue.
     """
 
@@ -204,7 +205,7 @@ class RolloutBuffer:
         return self._items.qsize()
 
     def room(self, samples: int = 0, tokens: int = 0) -> bool:
-        """Return whether the queue has space for this number of additional samples and tokens."""
+        """Return whether the queue has space for ``samples`` additional rollouts with ``tokens`` tokens in total."""
         fits = len(self) + samples <= self.max_samples
         return fits and (self.max_tokens is None or self.tokens + tokens <= self.max_tokens)
 
@@ -239,12 +240,12 @@ class RolloutBuffer:
 
 
 class TaskSource:
-    """Infinite source of prompts as tasks. Prompts whose rollouts failed are retried.
+    """Infinite source of tasks, one per prompt. Prompts whose rollouts failed are retried.
 
     Args:
         prompts: Dataset rows in order.
         group_size: Number of completions per prompt.
-        seed: Seed of all groups.
+        seed: Seed from which the seed of each group is derived.
 
     >>> from posttrain.data.samplers import PromptStream
     >>> source = TaskSource(PromptStream([{"prompt": "a"}, {"prompt": "b"}], seed=0, shuffle=False), 2)
@@ -254,14 +255,14 @@ class TaskSource:
 
     def __init__(self, prompts: PromptStream, group_size: int, seed: int = 0) -> None:
         self.prompts, self.group_size, self.seed = prompts, group_size, seed
-        # Number of groups that were created so far, which is the number of the next group.
+        # Number of groups that were created so far. It is the ``group_id`` of the next group.
         self.group = 0
         self._again: deque[tuple[GroupTask, Origin]] = deque()
-        # Maps each group in progress to its position in the dataset.
+        # Maps the id of each group in progress to the position of its prompt in the dataset.
         self._origin: dict[int, Origin] = {}
 
     def next(self) -> GroupTask:
-        """Return the next prompt. Prompts that are retried come first."""
+        """Return the task of the next prompt. Prompts to retry come first."""
         if self._again:
             task, origin = self._again.popleft()
         else:
@@ -271,7 +272,7 @@ class TaskSource:
         return task
 
     def give_back(self, task: GroupTask) -> None:
-        """Put back a prompt whose rollouts failed. The prompt is retried as a new group with different random numbers."""
+        """Put back a prompt whose rollouts failed. The prompt is retried as a new group with a new seed."""
         origin = self._origin.pop(task.group_id)
         self._again.append((self._task(task.row, task.attempt + 1), origin))
 
@@ -285,15 +286,15 @@ class TaskSource:
         return GroupTask(number, row, self.group_size, seed, attempt)
 
     def state(self) -> dict[str, Any]:
-        """Return the position for a checkpoint. A resumed run samples new completions for the prompts that were in
-        progress.
+        """Return the position in the prompts for a checkpoint. A resumed run samples new completions of the prompts that
+        were in progress.
         """
         pending = [*(origin for _, origin in self._again), *self._origin.values()]
         return {"prompts": self.prompts.state(), "group": self.group, "pending": [list(x) for x in pending]}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore a position that `state` returned. If the dataset is a stream, the prompts that were in progress are
-        skipped.
+        """Restore a position that `state` returned. If the dataset is a stream, prompts that were in progress are not
+        sampled again.
         """
         self.prompts.load(state["prompts"])
         self.group, self._origin, self._again = state["group"], {}, deque()

@@ -1,4 +1,4 @@
-"""`AsyncTrainer`: base class of trainers whose rollouts are sampled by other processes."""
+"""`AsyncTrainer`: base class of trainers on rollouts that other processes sample."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncTrainer(OnlineTrainer):
-    """Trains on rollouts from a queue that workers fill. The trainer drops rollouts that are too old, and pushes new
+    """Trainer on rollouts from a queue that worker processes fill. It drops rollouts that are too old, and pushes new
     weights to the workers.
 
     The constructor of a subclass calls `sends` before the parent's constructor, and `begins` after it.
@@ -44,16 +44,16 @@ class AsyncTrainer(OnlineTrainer):
     _prompt_images = False
 
     def sends(self, sent: dict[str, Any], rollout_worker: object, weight_transfer: object, tokenizer: object) -> None:
-        """Set the arguments that `RolloutService` sends to the worker processes. The arguments must be picklable,
-        unless the user passes a worker.
+        """Set the arguments that `RolloutService` sends to the worker processes. Raise an error if an argument is not
+        picklable, unless the user passed a worker.
         """
         if rollout_worker is None:
             check_picklable({**sent, "processing_class": tokenizer})
         self.given = {**sent, "rollout_worker": rollout_worker, "weight_transfer": weight_transfer}
 
     def begins(self) -> None:
-        """Create the queue of rollouts. The constructor calls this method last, because the queue uses the other
-        components.
+        """Create the queue of rollouts. A subclass calls this method at the end of its constructor, because the queue uses
+        the trainer's other components.
         """
         if "DEEPSPEED" in str(self.accelerator.distributed_type):
             raise ConfigError("asynchronous training supports one process, DDP and FSDP2, but not DeepSpeed.")
@@ -70,8 +70,8 @@ class AsyncTrainer(OnlineTrainer):
         self.add_callback(_StepCallback(self))
 
     def reads_images(self) -> tuple[bool, bool]:
-        """Return whether prompts may contain images, and whether completions may contain images. The second value is
-        always False in asynchronous training.
+        """Return whether prompts may contain images and whether completions may contain images. In asynchronous training,
+        completions may not contain images.
         """
         return self._prompt_images, False
 
@@ -99,19 +99,19 @@ class AsyncTrainer(OnlineTrainer):
 
     @property
     def scores_rewards(self) -> bool:
-        """Whether the rollouts have rewards, so that the checks of rewards apply."""
+        """Whether rollouts have rewards. If True, the trainer checks that the rewards have variance."""
         return True
 
     @property
     def worker(self) -> Any:
-        """Worker pool or a user's worker. The worker is None before the first step, and on other processes than the
-        main one.
+        """The worker pool, or the worker that the user passed. None before the first step, and on all processes except the
+        main process.
         """
         return self.source.service.worker
 
     @property
     def transfer(self) -> Any:
-        """Object that sends weights to the engines. None before the first step."""
+        """The object that sends weights to the engines. None before the first step."""
         return self.source.service.transfer
 
     @property
@@ -120,7 +120,7 @@ class AsyncTrainer(OnlineTrainer):
         return self.source.service.version
 
     def account(self) -> dict[str, float]:
-        """Return how many rollouts are in each state, so that ``produced = trained + dropped + in_flight`` holds."""
+        """Return the number of rollouts in each state. ``produced = trained + dropped + in_flight`` always holds."""
         return self.source.account()
 
     def schedule_text(self, prompts: int | None) -> str:
@@ -137,7 +137,9 @@ class AsyncTrainer(OnlineTrainer):
     # The loop ----------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train for ``max_steps`` steps, or until each prompt was used ``num_train_epochs`` times on average."""
+        """Train for ``max_steps`` steps. Without ``max_steps``, train until prompts were used ``num_train_epochs`` times on
+        average.
+        """
         args = self.args
         max_steps, self._target = args.max_steps, math.inf
         if args.max_steps <= 0:
@@ -151,7 +153,7 @@ class AsyncTrainer(OnlineTrainer):
             logger.info("rollouts: %s", {k.removeprefix("async/"): int(v) for k, v in self.account().items() if v})
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader that yields one item per step. The rollouts come from the queue."""
+        """Return a loader that yields one step number per step, because the rollouts come from the queue."""
         return DataLoader(_Ticks(), batch_size=None)
 
     def _hooks(self) -> Hooks:
@@ -168,12 +170,12 @@ class AsyncTrainer(OnlineTrainer):
         return collate(batch.every_row(), pad_token_id=self.pad_token_id, layout=layout)
 
     def taken(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return the rollouts with the additional data that the objective needs. The default returns them unchanged."""
+        """Return the batch with additional data that the objective needs. By default, the batch is returned unchanged."""
         return batch
 
     def before_update(self) -> None:
-        """Skip the update if the mismatch between policy and sampler has been above its limit for too many consecutive
-        steps.
+        """Discard the gradients, so that the update is skipped, if policy and sampler have differed too much for too many
+        consecutive steps.
         """
         local = [0.0, 0.0] if self.run.progress.sums is None else self.run.progress.sums.tolist()
         kl, tokens = parallel.all_reduce_sum(local, self.accelerator)
@@ -183,7 +185,7 @@ class AsyncTrainer(OnlineTrainer):
                 parameter.grad = None
 
     def after_update(self, control: TrainerControl) -> None:
-        """Push weights if `weight_sync_steps` steps have passed, count the rollouts of the step, and stop the run at
+        """Push weights every ``weight_sync_steps`` steps, record the rollouts of the step, and stop the run at
         its last step.
         """
         main = self.accelerator.is_main_process
@@ -206,13 +208,13 @@ class AsyncTrainer(OnlineTrainer):
         self._skipping = False
 
     def _count_groups(self, groups: set[int]) -> None:
-        """Count each group of rollouts once, although its rollouts may be used in several steps."""
+        """Count the groups that were trained on. Each group is counted once, even if its rollouts are used in several steps."""
         self.trained_groups += len(groups - self._new_groups)
         self._new_groups = {g for g in self._new_groups | groups if g > max(groups) - self._remembered}
 
     @property
     def _remembered(self) -> int:
-        """Number of recent group ids to remember, because rollouts of these groups may still be in progress."""
+        """Number of recent group ids to store. Rollouts of these groups may still be in progress."""
         return 2 * (self.args.max_inflight_tasks + self.args.queue_maxsize)
 
     def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -223,7 +225,7 @@ class AsyncTrainer(OnlineTrainer):
     # Checkpoints -------------------------------------------------------------------------------------------------
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the parent's state, the position in the prompts, and the counts of rollouts."""
+        """Return the parent's state with the position in the prompts and the counts of rollouts."""
         return super().state_to_save() | {"async": self.source.state() | {"trained_groups": self.trained_groups}}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
@@ -241,7 +243,7 @@ class _Ticks(IterableDataset):
 
 
 class _StepCallback(TrainerCallback):
-    """Callback that calls the trainer before and after each update."""
+    """Callback that calls `before_update` and `after_update` of the trainer."""
 
     def __init__(self, trainer: AsyncTrainer) -> None:
         self.trainer = trainer
@@ -249,7 +251,7 @@ class _StepCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Check the mismatch before the update."""
+        """Check before the update how much policy and sampler differ."""
         self.trainer.before_update()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Worker processes. They start without access to the trainer's device, are monitored by heartbeats, and end with the
+"""Worker processes. They start without access to the trainer's device, send heartbeats to the trainer, and end with the
 trainer.
 """
 
@@ -25,10 +25,10 @@ from posttrain.errors import ArgumentTypeError, RolloutError
 
 
 class ActiveClock:
-    """Clock that ignores time during which this process was suspended. Between two reads, at most ``most`` seconds are
-    counted.
+    """Clock that does not count time during which this process was suspended. Between two reads, at most ``most`` seconds
+    are counted.
 
-    With a wall clock, a suspension would look like a time in which no worker made progress.
+    With a wall clock, a suspension would look as if no worker had made progress for this time.
 
     Args:
         most: Maximum number of seconds that are counted between two reads. Set it to several polling intervals.
@@ -53,13 +53,13 @@ class ActiveClock:
 
 
 BEAT_S = 1.0
-# If more than this number of seconds passes between two reads of the clock, the process is assumed to have been suspended.
+# If more than this number of seconds passes between two reads of the clock, this process was probably suspended.
 GAP_S = 3.0
 TAIL_LINES, TAIL_BYTES = 30, 16_384
 JOIN_S = 15.0  # Maximum number of seconds for a worker to stop.
 
-# Environment variables that a worker must not inherit. A worker with them would join the trainer's process group or overwrite
-# the trainer's logs.
+# Environment variables that a worker must not inherit. A worker with these variables would join the trainer's process group
+# or overwrite the trainer's logs.
 DISTRIBUTED = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "NCCL_DEBUG_FILE", "NCCL_ASYNC_ERROR_HANDLING",
@@ -70,18 +70,18 @@ _starting = threading.Lock()
 
 
 class WorkerJob(Protocol):
-    """Work of a worker. The job is picklable and runs in the new process until it is stopped."""
+    """Picklable job of a worker process. It runs in the new process until the trainer stops it."""
 
     def run(self, link: Link) -> None:
-        """Perform slow initialization, call ``link.ready()``, then work until ``link.stopping`` is set."""
+        """Initialize the worker, call ``link.ready()``, then work until ``link.stopping`` is set."""
         ...
 
 
 def check_picklable(parts: Mapping[str, Any]) -> None:
-    """Check that objects that will be sent to a process are picklable, before anything is loaded.
+    """Check that objects for worker processes are picklable, before anything is loaded.
 
     Args:
-        parts: Objects by their argument name. Lists, tuples and dicts are checked recursively.
+        parts: Mapping from argument names to objects. Lists, tuples and dicts are checked recursively.
 
     Raises:
         ArgumentTypeError: An object cannot be pickled. The message lists all such objects.
@@ -116,8 +116,8 @@ def _unpicklable(name: str, value: object) -> list[str]:
 
 @contextlib.contextmanager
 def without_device() -> Iterator[None]:
-    """Set the environment in which a worker is started: no visible accelerator, and no variables of the trainer's
-    process group.
+    """Change the environment variables inside the context, for starting a worker. The worker then sees no accelerator and
+    no variables of the trainer's process group.
     """
     saved = dict(os.environ)
     with _starting:
@@ -134,21 +134,21 @@ def without_device() -> Iterator[None]:
 
 
 class Link:
-    """The worker's end of the pipe. One thread reads commands, another sends heartbeats.
+    """The worker's end of the pipe to the trainer. One thread reads commands, and another thread sends heartbeats.
 
     Attributes:
         index: Index of the worker.
-        tasks: Tasks that have not started.
+        tasks: Tasks that the worker has not started.
         cancelled: Keys of canceled tasks.
         version: Newest announced version of the weights.
-        holders: Servers that have this version, if there are servers.
+        holders: Servers that have the newest announced version, if there are servers.
         stopping: Event that is set when the worker must stop.
-        on_news: Function called on the reading thread when a version is announced, tasks are canceled, or the worker
-            must stop.
-        on_orphaned: Function called before this process ends because the trainer was killed. The function removes the
-            trainer's temporary files.
-        importing: Lock that a thread holds while it imports packages. Concurrent unpickling would use partly
-            initialized modules.
+        on_news: Function that the reading thread calls when a version is announced, tasks are canceled, or the worker must
+            stop.
+        on_orphaned: Function that removes the trainer's temporary files. It is called before this process ends because the
+            trainer was killed.
+        importing: Lock that a thread holds while it imports packages. Without this lock, concurrent unpickling would use
+            partly initialized modules.
     """
 
     def __init__(self, connection: Connection, index: int) -> None:
@@ -181,11 +181,11 @@ class Link:
         self.send("ready", pid=os.getpid())
 
     def progress(self) -> None:
-        """Report that the working thread is alive."""
+        """Record that the working thread is alive. The next heartbeat contains the time since this call."""
         self._alive = self._clock.look()
 
     def wait(self, seconds: float) -> None:
-        """Wait until a message arrives from the trainer, at most ``seconds``."""
+        """Wait for at most ``seconds`` until a message from the trainer arrives."""
         self._news.wait(seconds)
         self._news.clear()
 
@@ -195,7 +195,7 @@ class Link:
                 self._take(self.connection.recv_bytes())
         except (EOFError, OSError):
             self._orphaned()
-        # End the process after an error in this thread. Otherwise the worker would receive no more commands and run forever.
+        # End the process after an error in this thread. Otherwise, the worker would receive no more commands and run forever.
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -232,12 +232,12 @@ class Link:
 
 
 def worker_main(payload: bytes, connection: Connection, log: str, index: int) -> None:
-    """Run the worker in the new process. The worker's output is written to ``log``."""
-    # Ignore SIGINT and SIGTERM. The trainer handles them, and it needs its workers to finish the current step.
+    """Run a worker's job in the new process. The worker's standard error is written to ``log``."""
+    # Ignore SIGINT and SIGTERM. The trainer handles these signals, and needs its workers to finish the current step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # The process must end with the trainer, like a daemon. Unlike a daemon, it may start processes of its own (e.g. for reward
-    # functions that run code).
+    # This process must end with the trainer, like a daemon. Unlike a daemon, this process may start child processes, for
+    # example for reward functions that run code.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process.
     os.dup2(file.fileno(), 2)
@@ -258,13 +258,13 @@ def worker_main(payload: bytes, connection: Connection, log: str, index: int) ->
 
 
 class WorkerProcess:
-    """The trainer's side of a worker: the spawned process, its pipe, its log and the time of its last message.
+    """The trainer's handle of a worker: the spawned process, the pipe to it, its log, and the time of its last message.
 
     Args:
         index: Index of the worker.
-        payload: A pickled `WorkerJob`.
-        folder: Folder of its log, ``worker-<index>.log``.
-        clock: Clock for its time limits.
+        payload: Pickled `WorkerJob`.
+        folder: Folder of the worker's log file, ``worker-<index>.log``.
+        clock: Clock that measures the worker's time limits.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class WorkerProcess:
         self.failure: str | None = None
 
     def start(self) -> None:
-        """Spawn the process. It sends `ready` later."""
+        """Spawn the process. The process sends the message ``ready`` after its initialization."""
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
@@ -301,12 +301,12 @@ class WorkerProcess:
         self.began = self.heard = self.clock.look()
 
     def send(self, kind: str, content: Any = None) -> None:
-        """Send a command. Errors of a dead process are ignored, because `problem` detects them."""
+        """Send a command. Ignore the error if the process is dead, because `problem` detects dead processes."""
         with contextlib.suppress(OSError):
             self.connection.send((kind, content))
 
     def receive(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the received messages except heartbeats."""
+        """Yield the messages that were received since the last call, except heartbeats."""
         try:
             while self.connection.poll():
                 kind, content = self.connection.recv()
@@ -327,8 +327,8 @@ class WorkerProcess:
         return self.process.is_alive()
 
     def problem(self, stale_after_s: float, ready_within_s: float) -> str | None:
-        """Return a description of the worker's problem: it has ended, did not start in time, or makes no progress.
-        None: no problem.
+        """Return a description of the worker's problem, or None. Problems are: the worker has ended, did not start in time,
+        or makes no progress.
         """
         now = self.clock.look()
         if not self.alive:
@@ -341,7 +341,7 @@ class WorkerProcess:
         return f"made no progress for {silent:.0f} s" if silent > stale_after_s else None
 
     def tail(self) -> str:
-        """Return the end of the worker's log, starting with this process's first line."""
+        """Return the last lines of the worker's log that this process wrote."""
         with contextlib.suppress(OSError):
             with open(self.log, "rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -351,7 +351,7 @@ class WorkerProcess:
         return ""
 
     def describe(self, what: str) -> RolloutError:
-        """Return an error that contains the problem and the last lines of the worker's log."""
+        """Return an error with the problem ``what`` and the last lines of the worker's log."""
         tail = self.tail()
         output = f" The last lines of {self.log}:\n{tail}" if tail else f" It wrote nothing to {self.log}."
         return RolloutError(f"rollout worker {self.index} (process {self.process.pid}) {what}.{output}")

@@ -1,1 +1,1 @@
-"""The command `posttrain estimate`."""
+"""The command `posttrain estimate`, which estimates the memory of a training run."""

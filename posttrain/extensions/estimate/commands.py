@@ -1,10 +1,10 @@
-"""`estimate`: the command `posttrain estimate`. Its modules are imported only when it runs."""
+"""The command `estimate`. The modules that implement it are imported when the command runs."""
 
 from __future__ import annotations
 
 
 def estimate(argv: list[str]) -> int:
-    """Estimate the memory of a run, and the largest batch. Return 78 if the run does not fit."""
+    """Estimate the memory of a run, and the largest batch that fits. Return 78 if the run does not fit into memory."""
     from posttrain.extensions.estimate.estimate import run
 
     return run(argv)

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from posttrain.models.memory_estimate import Workload
 
 
-# Exit code EX_CONFIG of sysexits.h. A run that fails a check before training exits with the same code.
+# Exit code EX_CONFIG of sysexits.h. A run that fails a check before training has the same exit code.
 DOES_NOT_FIT = 78
 # Maximum batch size that is tried, as a multiple of the configured batch size.
 MOST_TIMES = 16
-# Number of examples that are tokenized. They are the examples with the most characters.
+# Number of examples that are tokenized. The examples with the largest number of characters are used.
 EXAMPLES = 48
 
 
 def run(argv: list[str]) -> int:
-    """Run `posttrain estimate` with ``argv``.
+    """Run `posttrain estimate` with the command-line arguments ``argv``.
 
     Returns:
-        0 if the run fits, 78 if it does not.
+        0 if the run fits into memory, else 78.
     """
     parser = argparse.ArgumentParser(
         prog="posttrain estimate",
@@ -60,15 +60,15 @@ def _length(text: str) -> int:
 
 
 def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, None)) -> dict[str, Any]:
-    """Estimate the memory of a run. Return a JSON-compatible dict with sizes in bytes.
+    """Estimate the memory of a run. Return a dict for JSON, with sizes in bytes.
 
-    ``batch_sizes`` contains the peak memory for each batch size that keeps the effective batch size. ``larger_batch``
-    is the maximum batch size per process without accumulation that fits. It is None if every size fits. ``would_help``
-    contains the peak memory after changes of single settings.
+    ``batch_sizes`` contains the peak memory for each per-device batch size that keeps the effective batch size.
+    ``larger_batch`` is the maximum batch size per process without accumulation that fits. It is None if every size fits.
+    ``would_help`` contains the peak memory after a change of one setting, for several changes.
 
     Args:
-        subject: The training command and its arguments.
-        given: Number of tokens of the longest prompt and of the longest completion. None: they are read from the data.
+        subject: Training command with its arguments.
+        given: Number of tokens of the longest prompt and of the longest completion. None: computed from the dataset.
 
     Raises:
         ConfigError: The arguments contain no model.
@@ -96,7 +96,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     memory = estimate_memory(work)
     available = available_memory(device, memory_limit(args))
     size, accumulation = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
-    # Estimate the peak memory for every batch size that keeps the effective batch size. Sizes with the same largest forward
+    # Estimate the peak memory of every batch size that keeps the effective batch size. Sizes with the same largest forward
     # pass share one estimate.
     known, peaks, limit = {_largest(work): memory.peak}, {}, int(PLANNED_SHARE * available.free)
     for other in batch_sizes(size, accumulation):
@@ -143,11 +143,11 @@ def _larger(whole: int, peak: int, limit: int, step: int, make: Callable[[int], 
     The maximum is None if every batch size fits, because the size of forward passes does not grow with the batch.
 
     Args:
-        whole: A batch size that fits.
-        peak: Peak memory with this batch size, in bytes.
+        whole: Batch size that fits.
+        peak: Peak memory with batch size ``whole``, in bytes.
         limit: Maximum memory in bytes.
-        step: Batch sizes that are tried are multiples of this number.
-        make: Function that returns the workload with a batch size.
+        step: Only multiples of this number are tried as batch sizes.
+        make: Function that maps a batch size to the workload with this batch size.
     """
     from posttrain.models.memory_estimate import estimate_memory
 
@@ -186,8 +186,8 @@ def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
 
 
 def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list[str]) -> tuple[Lengths, Any]:
-    """Return the maximum lengths, from the arguments, the data or the config. Also return a function that prepares the images
-    of the row with the most image tokens; see `posttrain.checks.memory.plan`.
+    """Return the maximum lengths, from the arguments, the dataset or the config. Also return a function that prepares the
+    images of the row with the largest number of image tokens. See `posttrain.checks.memory.plan`.
     """
     from posttrain.checks.memory import Lengths, assumed_lengths, longest_of
 
@@ -213,7 +213,7 @@ def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list
 
 
 def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:
-    """Tokenize the longest examples of the training set. Return their rows and the image processor."""
+    """Tokenize the longest examples of the training set. Return their rows, and the object for images (None without images)."""
     import datasets
 
     from posttrain.data.formats import undecoded
@@ -230,7 +230,7 @@ def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:
 
 
 def _changes(work: Workload) -> dict[str, Workload]:
-    """Return variants of the run. Each variant changes one setting to reduce memory."""
+    """Return variants of a workload by the change that they make. Each variant changes one setting to reduce memory."""
     import peft
 
     own = tuple(part for part in work.frozen if part.role != "reference")
@@ -257,7 +257,7 @@ def _short(error: BaseException) -> str:
 
 
 def screen(plan: dict[str, Any]) -> str:
-    """Format the estimate as lines for a terminal."""
+    """Format the result of `estimate` as lines for a terminal."""
     from posttrain.values import gib
 
     peak, lengths, limit, tokens = (plan[name] for name in ("peak", "lengths", "limit", "largest_pass"))

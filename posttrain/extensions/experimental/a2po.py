@@ -1,4 +1,4 @@
-"""`A2POTrainer`: estimates the optimal value of each prompt once, then trains log-ratios to equal reward minus value."""
+"""`A2POTrainer`: estimates each prompt's optimal value once, then trains log-ratios to equal the reward minus the value."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 def optimal_value(rewards: Sequence[float], beta1: float) -> float:
-    """Compute ``V* = beta1 log mean_i exp(r_i / beta1)`` over the rewards that are not NaN. If all are NaN, the result
+    """Compute ``V* = beta1 log mean_i exp(r_i / beta1)`` over all rewards that are not NaN. If all rewards are NaN, the result
     is NaN.
 
     Args:
@@ -74,14 +74,14 @@ def optimal_value(rewards: Sequence[float], beta1: float) -> float:
 
 
 def row_key(example: Mapping[str, Any]) -> str:
-    """Return a hash of a dataset row. The row contains the prompt and the columns for reward functions."""
+    """Return a hash of a dataset row. The hash covers the prompt and the columns that reward functions read."""
     text = json.dumps(dict(example), sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _computed_by(function: Callable) -> str:
-    """Return a text that identifies a reward function: its source code, or a hash of the reward model's weights. Empty
-    if there is none.
+    """Return a text that identifies a reward function: its source code, or a hash of the reward model's weights. The text
+    is empty if the source code is not available.
     """
     if isinstance(model := getattr(function, "model", None), torch.nn.Module):
         return hash_module(model)
@@ -92,13 +92,13 @@ def _computed_by(function: Callable) -> str:
 
 
 class ValueCache:
-    """Rewards of the reference model's completions for each prompt, in memory and in a file.
+    """Cache of the rewards of the reference model's completions for each prompt. The cache is in memory and in a file.
 
     Args:
         path: JSON Lines file. Rewards are appended as soon as they are computed, so that an interrupted estimate can
             continue.
-        run: Hash of everything that the rewards depend on (result of `fingerprint`). Lines with another hash are
-            ignored.
+        run: Hash of all settings, weights and code that the rewards depend on, computed by `fingerprint`. Lines with
+            another hash are ignored.
     """
 
     def __init__(self, path: Path, run: str) -> None:
@@ -122,14 +122,14 @@ class ValueCache:
                     file.write(json.dumps({"run": self.run, "prompt": key, "rewards": rewards}) + "\n")
 
     def value(self, example: Mapping[str, Any], beta1: float) -> float:
-        """Return the value of the row's prompt, or NaN if the prompt has no rewards."""
+        """Return the value of the row's prompt, or NaN if all rewards of the prompt are NaN."""
         return optimal_value(self.rewards[row_key(example)], beta1)
 
 
 FILE = "v_star.jsonl"
-# Rewards count as binary if each of them is within TOLERANCE of 0 or of 1.
+# Rewards are treated as binary if each reward differs from 0 or from 1 by at most TOLERANCE.
 TOLERANCE = 1e-6
-# Offset that is added to the seed when the reference model samples completions for the values, so that training samples differ.
+# Offset of the seed with which the reference model samples completions for the values. Training samples use other seeds.
 VALUE_SEED = 20_000_003
 
 
@@ -233,19 +233,19 @@ class A2POTrainer(OnlineTrainer):
         disable_dropout_in_model(self.model)  # Dropout would add noise to the log-ratio.
         # Rewards of the reference model's completions. None until they are computed.
         self.cache: ValueCache | None = None
-        # Index of the current batch of completions for the values. The seed of the batch depends on it.
+        # Index of the current batch of completions from which values are estimated. The batch's seed depends on this index.
         self._value_batch = 0
         self._restored: dict[str, Any] = {}
         self._filtered = False
 
     def make_reference(self) -> Reference:
-        """Create the reference model, which estimates the values and is needed by the loss."""
+        """Create the reference model. It samples the completions for the values, and the loss uses its log-probs."""
         return Reference(self.model, fresh_adapter=self.fresh_adapter)
 
     # Stage 1: values of all prompts ------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Estimate the values of all prompts, exclude prompts that the reference model never solved, then train."""
+        """Estimate the values of all prompts, exclude training prompts that the reference model never solved, and train."""
         self._restore_values(resume_from_checkpoint)
         self.estimate_values([self.train_dataset, *(d for _, d in named_sets({"eval_dataset": self.eval_dataset}))])
         if not self._filtered:
@@ -255,14 +255,14 @@ class A2POTrainer(OnlineTrainer):
         return super().train(resume_from_checkpoint, **kwargs)
 
     def evaluate(self, eval_dataset: EvalSets | None = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Estimate values of prompts that have none yet, then evaluate like other trainers."""
+        """Estimate the values of evaluation prompts without a value, then evaluate as the parent class does."""
         eval_dataset = plain_rows(eval_dataset)
         sets = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
         self.estimate_values([dataset for _, dataset in named_sets({"eval_dataset": sets})])
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def estimate_values(self, sets: Iterable[Any]) -> ValueCache:
-        """Sample completions of the reference model for every prompt without rewards, and compute their rewards."""
+        """Sample the reference model's completions of every prompt that is not in the cache, and compute their rewards."""
         cache = self.cache = self.cache or self._open_cache()
         rows = {row_key(row): row for dataset in sets for row in dataset}
         todo = [(key, row) for key, row in rows.items() if key not in cache.rewards]
@@ -290,7 +290,7 @@ class A2POTrainer(OnlineTrainer):
         n = self.args.num_value_samples
         examples = [row for _, row in part for _ in range(n)]
         if not examples:
-            # Sampling is a collective operation, so a rank without rows must sample too.
+            # All ranks must take part in sampling, so a rank without rows samples completions of a spare example.
             self.sample([dict(self.spare_example)], self._value_settings())
             return {}
         generation = self.sample(examples, self._value_settings())
@@ -300,11 +300,11 @@ class A2POTrainer(OnlineTrainer):
         return {key: rewards for (key, _), rewards in zip(part, totals.reshape(-1, n).tolist(), strict=True)}
 
     def _solvable(self, dataset: datasets.Dataset) -> list[int]:
-        """Return the indices of the rows to train on. Rows without a value are excluded. If all rewards are binary,
-        rows that the reference model never solved are excluded too.
+        """Return the indices of the rows to train on. Rows without a value are excluded. With ``filter_all_incorrect`` and
+        binary rewards, rows that the reference model never solved are excluded too.
 
         Raises:
-            DataError: No row remains.
+            DataError: All rows are excluded.
         """
         assert self.cache is not None
         rewards = [[r for r in self.cache.rewards[row_key(row)] if not math.isnan(r)] for row in dataset]
@@ -350,11 +350,11 @@ class A2POTrainer(OnlineTrainer):
 
     @contextlib.contextmanager
     def _reference_engine(self) -> Iterator[None]:
-        """Use an engine that samples from the reference model inside the context. If the run's engine has its own copy
-        of the policy, a second in-process engine is created for the reference model.
+        """Replace the trainer's engine inside the context with an engine that samples from the reference model. A second
+        in-process engine is created if the trainer's engine has its own copy of the policy.
 
-        A user's engine object that has no copy of the weights samples from the policy. At the beginning of training,
-        the policy equals the reference model.
+        If the user passed an engine object without its own copy of the weights, this engine samples from the policy. At the
+        beginning of training, the policy equals the reference model.
         """
         engine, far = self.engine, self.engine.capabilities.needs_weight_sync
         with self.run.inference() as policy, self.reference.active(policy):
@@ -370,14 +370,14 @@ class A2POTrainer(OnlineTrainer):
                 self.engine = engine
 
     def _value_settings(self) -> SampleSettings:
-        """Return the sampling settings of evaluation, with a seed that depends on the batch."""
+        """Return the sampling settings of evaluation, with a seed that depends on the batch of completions."""
         settings = settings_of(self.run, "eval")
         seed = (self.args.seed * 1_000_003 + VALUE_SEED + self._value_batch) % 2**63
         return replace(settings, sampling=replace(settings.sampling, seed=seed))
 
     def _restore_values(self, checkpoint: Any) -> None:
-        """Load the values from the checkpoint. The values must be loaded before prompts are excluded, because the saved
-        position in the dataset counts only the remaining prompts.
+        """Load the values from the checkpoint. Values must be loaded before prompts are excluded, because the saved
+        position in the dataset counts the remaining prompts.
         """
         if checkpoint is True:
             checkpoint = last_complete_checkpoint(self.args.output_dir)
@@ -391,8 +391,8 @@ class A2POTrainer(OnlineTrainer):
         return self.args.max_prompt_length
 
     def make_online(self) -> Online:
-        """Create the components that sample completions. The components also provide the value of each completion's
-        prompt.
+        """Create the components that sample completions. Their ``logps`` function also returns the value of each
+        completion's prompt.
         """
         online = super().make_online()
 
@@ -406,6 +406,6 @@ class A2POTrainer(OnlineTrainer):
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the parent's state and the rewards from which values are computed."""
+        """Return the parent's state with the rewards from which prompt values are computed."""
         values = None if self.cache is None else {"run": self.cache.run, "rewards": self.cache.rewards}
         return super().state_to_save() | {"values": values}

@@ -32,8 +32,8 @@ OF_OTHERS = ("rank", "zscore", "running")
 
 @config
 class A2POConfig(OnlineConfig):
-    """Arguments of `A2POTrainer`. Training samples one completion per prompt and compares its reward with the value of
-    the prompt.
+    """Arguments of `A2POTrainer`. Training samples one completion per prompt and compares the completion's reward with the
+    prompt's value.
 
     Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
     """
@@ -75,7 +75,8 @@ class A2POConfig(OnlineConfig):
 
     def __post_init__(self) -> None:
         self.top_k = self.top_k or 0
-        # Run these checks before the parent's, whose error would suggest setting beta, which A2PO does not support either.
+        # Check this before the parent class does. The parent's error would suggest setting beta, which A2PO does not
+        # support either.
         check_rules(
             self,
             [("sync_ref_model", not self.sync_ref_model, "must be False: values are estimated with a fixed reference")],
@@ -100,7 +101,7 @@ class A2POConfig(OnlineConfig):
 
 
 def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerms:
-    """Compute ``mean_i (beta2 sum_t (logp - ref_logp) - (r_i - V*_i))^2`` over the completions with a reward and a
+    """Compute ``mean_i (beta2 sum_t (logp - ref_logp) - (r_i - V*_i))^2`` over completions that have a reward and a
     value.
 
     Reference: A*-PO, arXiv:2505.20686, equation 6.
@@ -114,8 +115,8 @@ def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerm
 
 
 def _judged(batch: Batch) -> Tensor:
-    """Return ``(S,)`` bool that is True for completions with tokens in the loss. Completions without a reward or a
-    value have no such tokens.
+    """Return a bool tensor ``(S,)``. It is True for completions with tokens in the loss. Completions without a reward or
+    without a value have no tokens in the loss.
     """
     return sequence_sum(batch.loss_mask.float(), *batch.by_sequence) > 0
 
@@ -131,15 +132,19 @@ class A2PO(Method[A2POConfig]):
 
     @property
     def temperature(self) -> float:
-        """Temperature of the log-probs in the loss. Always 1, because the loss has no importance ratio to the sampler."""
+        """Temperature of the log-probs in the loss. Always 1, because the loss does not compare log-probs with the
+        sampler's.
+        """
         return 1.0
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return False. The squared loss has no importance ratio, so log-probs of older weights are not needed."""
+        """Return False. The squared loss has no importance ratio, so it does not use log-probs of older weights."""
         return False
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute the reward minus the value ``V*`` of the prompt. Completions without a reward or a value are excluded."""
+        """Compute each completion's reward minus the value ``V*`` of its prompt. Exclude completions without a reward or a
+        value.
+        """
         values = torch.tensor(ranks.gather([value for (value,) in logps["v_star"]]))
         totals = weighted_total(rewards.values, rewards.weights)
         unknown = (totals - values).isnan()

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 
 class IWOPDTrainer(DistillationTrainer):
-    """On-policy distillation with a policy gradient. Early tokens have larger weights, and an importance ratio corrects
-    for the difference to the weights that sampled the completion.
+    """On-policy distillation with a policy gradient. Early tokens of a completion have larger weights. An importance ratio
+    corrects for the difference between the current weights and the weights that sampled the completion.
 
     Args:
         model: Student to train, as a path, Hub id, model object or peft model.
@@ -74,8 +74,8 @@ class IWOPDTrainer(DistillationTrainer):
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's
+            path or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
@@ -156,8 +156,8 @@ class IWOPDTrainer(DistillationTrainer):
 
 
 class MiniLLMTrainer(DistillationTrainer):
-    """Distillation in which the reverse KL to the teacher is a reward for each token. Rewards of whole completions can
-    be added.
+    """Distillation that uses the negative reverse KL to the teacher as a reward for each token. Rewards of whole
+    completions can be added to these token rewards.
 
     Args:
         model: Student to train, as a path, Hub id, model object or peft model.
@@ -177,8 +177,8 @@ class MiniLLMTrainer(DistillationTrainer):
         optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         rollout_func: Not supported, must be None. Use `GRPOTrainer`.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's
+            path or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
@@ -272,8 +272,8 @@ class MiniLLMTrainer(DistillationTrainer):
 
 
 class SDFTTrainer(DistillationTrainer):
-    """Self-distillation in which the teacher is the student itself with more information: its prompt also contains the
-    row's ``privileged_context``.
+    """Self-distillation. The teacher is the student itself, but the teacher's prompt also contains the row's
+    ``privileged_context``.
 
     Args:
         model: Student to train, as a path, Hub id, model object or peft model.
@@ -287,8 +287,8 @@ class SDFTTrainer(DistillationTrainer):
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         teacher_model: Separate teacher. If None, the student is its own teacher, with the weights that
             ``args.teacher_model_kind`` selects.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's
+            path or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
@@ -371,7 +371,7 @@ class SDFTTrainer(DistillationTrainer):
         )
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize a dataset. Raise an error if the column ``privileged_context`` is missing or empty in a row."""
+        """Tokenize a dataset. Raise an error if the column ``privileged_context`` is missing, or empty in any row."""
         _require_context(dataset, name)
         for row, value in enumerate(dataset["privileged_context"] if isinstance(dataset, datasets.Dataset) else ()):
             joined_text(value, f"{name} row {row}: ")
@@ -382,8 +382,8 @@ class SDFTTrainer(DistillationTrainer):
         return self.teacher_prompt(example, args.teacher_prompt_template, shown, args.max_prompt_length)
 
     def student_samples(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Sample completions of the student. With ``generate_from_teacher``, the student completes the teacher's
-        prompts instead of its own.
+        """Sample completions of the student. With ``generate_from_teacher``, the student completes the teacher's prompts,
+        which contain ``privileged_context``, instead of the student's prompts.
         """
         if not self.args.generate_from_teacher:
             return super().student_samples(examples, settings)
@@ -404,8 +404,8 @@ class SDFTTrainer(DistillationTrainer):
 
 
 class SDPOTrainer(DistillationTrainer):
-    """Self-distillation in which the teacher is the student itself with more information: its prompt also contains a
-    successful completion of the same prompt.
+    """Self-distillation. The teacher is the student itself, but the teacher's prompt also contains a successful completion
+    of the student's prompt.
 
     Args:
         model: Student to train, as a path, Hub id, model object or peft model.
@@ -423,8 +423,8 @@ class SDPOTrainer(DistillationTrainer):
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         teacher_model: Separate teacher. If None, the student is its own teacher, with the weights that
             ``args.teacher_model_kind`` selects.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's
+            path or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
@@ -507,16 +507,16 @@ class SDPOTrainer(DistillationTrainer):
         )
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize a dataset. If ``include_environment_feedback`` is set, a dataset without ``privileged_context`` is
-        an error.
+        """Tokenize a dataset. With ``include_environment_feedback``, raise an error if the dataset has no column
+        ``privileged_context``.
         """
         if self.args.include_environment_feedback:
             _require_context(dataset, name)
         return super().prepare(dataset, name, training=training)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the teacher's prompt for each completion. The column ``active`` is 1 if this prompt contains a hint,
-        else 0.
+        """Return the teacher's prompt for each completion, and add the column ``active`` to the advantages. ``active`` is 1
+        if the teacher's prompt contains a hint, else 0.
         """
         size, rewards = rollouts.group_size, found.totals.tolist()
         # Gather the texts of all ranks, because completions of the same prompt may be on several ranks.
@@ -558,8 +558,8 @@ class SDPOTrainer(DistillationTrainer):
         return self.teacher_prompt(example, self.args.reprompt_template, hint, self.args.max_reprompt_len)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """Compute ``(1 - w) GRPO + w divergence``. The divergence is computed only for completions whose teacher's
-        prompt contains a hint.
+        """Compute ``(1 - w) GRPO + w divergence``. The divergence of a completion is computed only if the teacher's prompt
+        contains a hint.
         """
         loss = super().objective(outputs, batch)
         if self.axes.policy:
@@ -666,7 +666,7 @@ class SSDTrainer(DistillationTrainer):
         )
 
     def keep(self, rollouts: RolloutBatch, found: Advantages) -> Advantages:
-        """Store additional data of the completions like the parent class. Exclude blank and very short completions from
+        """Store the data that the parent class stores for each completion. Exclude blank and very short completions from
         the loss.
         """
         texts, left_out = [(rollout.text or "").strip() for rollout in rollouts.rollouts], rollouts.left_out

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from posttrain.types import AnyDataset
 
 THINKING = re.compile(r"<think>.*?</think>\s*|(<think>.*)", re.DOTALL)
-# SSD counts a completion as empty if it is a single line with fewer than SHORT characters.
+# SSD excludes completions that are a single line with fewer than SHORT characters.
 SHORT = 10
 # Options of the GRPO trainer that MiniLLM and SDPO do not support.
 OF_GRPO: dict[str, tuple[Any, str]] = {
@@ -55,8 +55,8 @@ OF_TEACHER: dict[str, tuple[Any, str]] = {
 def _template_rule(
     config: Any, field: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> tuple[str, bool, str]:
-    """Return a config rule: the template must contain all names in ``needed``. Names in ``optional`` are allowed, and
-    other names in braces are an error.
+    """Return a config rule for a template field. The template must contain all placeholders in ``needed`` and may contain
+    the placeholders in ``optional``. Any other placeholder violates the rule.
     """
     fields = template_fields(getattr(config, field))
     shown, known = (
@@ -87,7 +87,7 @@ def _require_context(dataset: AnyDataset, name: str) -> None:
     vllm_server_port=8001,
 )  # fmt: skip
 class IWOPDConfig(DistillationConfig):
-    """Arguments of `IWOPDTrainer`. The default of ``top_p`` is 1.0, because the loss would be biased with smaller values."""
+    """Arguments of `IWOPDTrainer`. ``top_p`` defaults to 1.0, because smaller values would bias the loss."""
 
     distillation_objective: Literal["iw_opd", "jsd"] = option(
         "iw_opd",
@@ -115,7 +115,7 @@ class IWOPDConfig(DistillationConfig):
         ]  # fmt: skip
 
     def axes(self) -> Axes:
-        """Return the settings of the loss: the policy gradient of the sampled token, or the divergence."""
+        """Return the settings of the loss: either the policy gradient of the sampled token or the divergence."""
         if self.distillation_objective == "jsd":
             return super().axes()
         prefix = (self.iw_opd_gamma, self.iw_opd_epsilon)
@@ -123,8 +123,8 @@ class IWOPDConfig(DistillationConfig):
 
 
 class IWOPD(Distillation):
-    """On-policy distillation with a policy gradient. Early tokens have larger weights, and an importance ratio corrects
-    for the difference to the weights that sampled the completion.
+    """On-policy distillation with a policy gradient. Early tokens of a completion have larger weights. An importance ratio
+    corrects for the difference between the current weights and the weights that sampled the completion.
 
     Reference: IW-OPD, arXiv:2606.22600.
     """
@@ -142,8 +142,8 @@ class IWOPD(Distillation):
     unread={"reverse_kl_top_1_mode": ("sampled", "A server scores only the tokens of the completion.")},
 )  # fmt: skip
 class ServerDistillationConfig(DistillationConfig):
-    """Arguments of `ServerDistillationTrainer`. ``vllm_server_port`` (the student's server) does not default to 8000,
-    because teacher servers usually listen on this port.
+    """Arguments of `ServerDistillationTrainer`. ``vllm_server_port`` (the student's server) does not default to port 8000,
+    because teacher servers usually listen on port 8000.
     """
 
     def _rules(self) -> list[tuple[str, bool, str]]:
@@ -221,15 +221,15 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
         ]
 
     def axes(self) -> Axes:
-        """Return the settings of the loss: the reverse KL over the whole vocabulary, and the reverse KL as a reward for
-        each token.
+        """Return the settings of the loss. The loss has two parts: the reverse KL over the whole vocabulary, and a policy
+        gradient with the reverse KL as a reward for each token.
         """
         return replace(super().axes(), policy=1.0)
 
 
 class MiniLLM(Distillation):
-    """Distillation in which the reverse KL to the teacher is a reward for each token. Rewards of whole completions can
-    be added.
+    """Distillation that uses the negative reverse KL to the teacher as a reward for each token. Rewards of whole
+    completions can be added to these token rewards.
 
     Reference: MiniLLM, arXiv:2306.08543.
     """
@@ -255,7 +255,7 @@ class MiniLLM(Distillation):
     },
 )  # fmt: skip
 class SelfDistillationFields(DistillationFields):
-    """Options of self-distillation. The teacher is the student itself, with more information in its prompt."""
+    """Options of self-distillation. The teacher is the student itself, but the teacher's prompt contains more information."""
 
     _beta: ClassVar[str | float] = "distillation_alpha"
     distillation_alpha: float = option(
@@ -320,8 +320,8 @@ class SDFTConfig(SelfDistillationFields, DistillationConfig):
 
 
 class SDFT(Distillation):
-    """Self-distillation in which the teacher is the student itself with more information: its prompt also contains the
-    row's ``privileged_context``.
+    """Self-distillation. The teacher is the student itself, but the teacher's prompt also contains the row's
+    ``privileged_context``.
 
     Reference: Self-Distillation Fine-Tuning, arXiv:2601.19897.
     """
@@ -331,8 +331,8 @@ class SDFT(Distillation):
     privileged = True
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return False if completions are sampled from the teacher's prompt, because the loss then has no importance
-        ratio. Otherwise, return the parent's result.
+        """Return False if completions are sampled from the teacher's prompt, because the loss then has no importance ratio.
+        Otherwise, return the result of the parent class.
         """
         return not self.cfg.generate_from_teacher and super().needs_old_logp(outlived)
 
@@ -399,7 +399,7 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
         ]  # fmt: skip
 
     def axes(self) -> Axes:
-        """Return the settings of the loss. The divergence is averaged over the sequences whose teacher's prompt
+        """Return the settings of the loss. The divergence is averaged over the sequences for which the teacher's prompt
         contains a hint.
         """
         w = self.distillation_weight
@@ -407,8 +407,8 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
 
 
 class SDPO(Distillation):
-    """Self-distillation in which the teacher is the student itself with more information: its prompt also contains a
-    successful completion of the same prompt.
+    """Self-distillation. The teacher is the student itself, but the teacher's prompt also contains a successful completion
+    of the student's prompt.
 
     Reference: Self-Distillation Policy Optimization, arXiv:2601.20802.
     """
@@ -433,7 +433,7 @@ class SSDConfig(DistillationConfig):
     filter_empty: bool = option(True, "Exclude blank completions and single lines of fewer than 10 characters.")
 
     def axes(self) -> Axes:
-        """Return the settings of the loss, which is only the cross-entropy."""
+        """Return the settings of the loss. The loss is the cross-entropy and has no divergence term."""
         return Axes("none", weight=0.0, cross_entropy=1.0)
 
 

@@ -7,11 +7,11 @@ from posttrain.trainers.grpo import GRPOTrainer
 
 
 class GMPOTrainer(GRPOTrainer):
-    """Geometric-mean policy optimization: GRPO whose importance ratio is the geometric mean of a completion's clipped
-    token ratios (experimental).
+    """Geometric-mean policy optimization (experimental). GMPO is GRPO with another importance ratio: the geometric mean of
+    a completion's clipped token ratios.
 
-    A single token with an extreme ratio cannot dominate the loss of its completion, because log-ratios are clipped and
-    then averaged.
+    Log-ratios are clipped and then averaged, so a single token with an extreme ratio cannot dominate the loss of its
+    completion.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.

@@ -12,8 +12,8 @@ from posttrain.methods.grpo.objective import GRPO
 
 @config
 class GMPOConfig(GRPOConfig):
-    """Arguments of `GMPOTrainer`. Clip bounds apply to log-ratios. The default 0.4 keeps ratios within (e^-0.4, e^0.4)
-    = (0.670, 1.492).
+    """Arguments of `GMPOTrainer`. The clip bounds apply to log-ratios. With the default of 0.4, ratios stay within (e^-0.4,
+    e^0.4) = (0.670, 1.492).
     """
 
     loss_type: Literal["gmpo"] = option(
@@ -32,8 +32,8 @@ class GMPOConfig(GRPOConfig):
 
 
 class GMPO(GRPO[GMPOConfig]):
-    """Geometric-mean policy optimization: GRPO whose importance ratio is the geometric mean of a completion's clipped
-    token ratios.
+    """Geometric-mean policy optimization. GMPO is GRPO with another importance ratio: the geometric mean of a completion's
+    clipped token ratios.
 
     Reference: Geometric-mean policy optimization, arXiv:2507.20673, equation 4.
     """

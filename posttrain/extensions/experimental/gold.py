@@ -1,4 +1,4 @@
-"""GOLD: GKD that also supports a teacher with a different tokenizer. Tokens of the two models are aligned by their bytes."""
+"""GOLD: GKD that also supports teachers with another tokenizer. Tokens of student and teacher are aligned by their bytes."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ from posttrain.trainers.distillation import DistillationTrainer
 from posttrain.types import Advantages, Batch, Rollout, Row
 
 PROBE = "The quick brown fox."
-# A text is encoded together with one of these prefixes, so that tokens that a tokenizer adds at the beginning can be removed.
+# A text is encoded after one of these prefixes. Tokens that a tokenizer adds at the beginning can then be removed.
 ANCHORS = ("\n", "x", ".", "0")
 
 
 def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
-    """Align two token sequences. The two sequences are split wherever they have a token boundary after the same number
-    of bytes. Tokens after the last common boundary are excluded.
+    """Align two token sequences. Both sequences are split at each byte position where both have a token boundary. Tokens
+    after the last common boundary are excluded.
 
     >>> byte_groups([b"ab", b"cde", b"f"], [b"a", b"b", b"cdef"])
     [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
     """
-    # One dict per sequence: maps the number of bytes up to each token boundary to the number of tokens up to it.
+    # Each dict maps the number of bytes before a token boundary to the number of tokens before this boundary.
     mine, theirs = (dict(zip(accumulate(map(len, side)), count(1), strict=False)) for side in (first, second))
     groups, i, j = [], 0, 0
     for end in sorted(mine.keys() & theirs.keys()):
@@ -75,7 +75,7 @@ def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[r
     temperature=(0.9, "Divisor of the logits in sampling, and in the loss without use_uld_loss, above 0."),
 )  # fmt: skip
 class GOLDConfig(GKDConfig):
-    """Arguments of `GOLDTrainer`, whose teacher may have a different tokenizer."""
+    """Arguments of `GOLDTrainer`. Student and teacher may have different tokenizers."""
 
     _loss_temperature: ClassVar[str | float] = "temperature"
     teacher_tokenizer_name_or_path: str | None = option(
@@ -156,7 +156,7 @@ class GOLDConfig(GKDConfig):
 
 
 class GOLD(Distillation):
-    """General online logit distillation: GKD that also supports a teacher with a different tokenizer.
+    """General online logit distillation: GKD that also supports teachers with another tokenizer than the student.
 
     Reference: Universal Logit Distillation, arXiv:2402.12030.
     """
@@ -165,7 +165,7 @@ class GOLD(Distillation):
 
 
 class GOLDTrainer(DistillationTrainer):
-    """General online logit distillation: GKD that also supports a teacher with a different tokenizer.
+    """General online logit distillation: GKD that also supports teachers with another tokenizer than the student.
 
     Args:
         model: Student to train, as a path, Hub id, model object or peft model.
@@ -184,8 +184,8 @@ class GOLDTrainer(DistillationTrainer):
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's
+            path or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or a mapping from names to
             clients.
         reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
@@ -283,19 +283,19 @@ class GOLDTrainer(DistillationTrainer):
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether teacher and student use the same token ids. False with ``use_uld_loss``, which aligns their tokens."""
+        """Whether teacher and student use the same token ids. False with ``use_uld_loss``, which aligns the tokens by bytes."""
         return not self.args.use_uld_loss
 
     @property
     def keeps_completions(self) -> bool:
-        """Whether additional data is stored for each completion. With ``use_uld_loss``, the additional data are the
-        teacher's token ids.
+        """Whether additional data is stored for each completion. With ``use_uld_loss``, this data is the token ids of the
+        prompt and the completion in the teacher's tokenizer.
         """
         return self.args.use_uld_loss or super().keeps_completions
 
     def check_vocabularies(self, teacher: Any, tokenizer: Tokenizer) -> None:
-        """Check the two tokenizers. With ``use_uld_loss``, every token needs a byte representation. Otherwise, the
-        vocabularies must match.
+        """Check the tokenizers of student and teacher. With ``use_uld_loss``, both tokenizers must represent every byte.
+        Otherwise, the vocabularies must match.
         """
         if not self.args.use_uld_loss:
             return super().check_vocabularies(teacher, tokenizer)
@@ -331,10 +331,11 @@ class GOLDTrainer(DistillationTrainer):
         return None
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the teacher's token ids of each prompt and completion, and the token column ``aligned``.
+        """Return the teacher's token ids of each prompt and completion, and add the token column ``aligned`` to the
+        advantages.
 
-        ``aligned`` marks one student token of each group. The value is the position, counted from 1, of the teacher
-        token to which the student token is compared. All other tokens have 0.
+        ``aligned`` marks one student token of each group of aligned tokens. The value at this token is the position,
+        counted from 1, of the teacher token with which the student token is compared. The value is 0 at all other tokens.
         """
         if not self.args.use_uld_loss:
             return super().facts(rollouts, found)
@@ -342,8 +343,8 @@ class GOLDTrainer(DistillationTrainer):
         stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
         groups_made = 0
         for example, rollout in zip(rollouts.examples, rollouts.rollouts, strict=True):
-            # Compare only the text before the stop token. What follows depends on the chat template, and the teacher's template
-            # may differ.
+            # Compare only the text before the stop token. Later text depends on the chat template, and the teacher's chat
+            # template may differ.
             written = takewhile(lambda token: token not in stops, rollout.token_ids)
             spelled = [self._mine.get(token, b"") for token in written]
             text = b"".join(spelled)
@@ -369,16 +370,16 @@ class GOLDTrainer(DistillationTrainer):
         return facts, replace(found, token_columns={**found.token_columns, "aligned": columns})
 
     def _prompt(self, example: dict[str, Any], rollout: Rollout) -> list[int]:
-        """Return the teacher's token ids of a prompt. Messages are rendered with the teacher's chat template. For a
-        plain text, the text of the student's prompt is tokenized.
+        """Return the teacher's token ids of a prompt. Messages are rendered with the teacher's chat template. If the prompt
+        is plain text, the text of the student's prompt tokens is tokenized again.
         """
         if self.vision.images:
             return list(self.teacher_vision.prompt(example, [image.picture for image in rollout.pictures]))
         if isinstance(example["prompt"], str):
             special = set(self.processing_class.all_special_ids)
             text = _longest_text(b"".join(self._mine.get(i, b"") for i in rollout.prompt_ids if i not in special))
-            # Remove a space that the student's tokenizer added at the beginning of the text. The teacher's tokenizer adds its
-            # own.
+            # Remove a space that the student's tokenizer added at the beginning of the text. The teacher's tokenizer adds a
+            # space itself if needed.
             example = {"prompt": text if example["prompt"].endswith(text) else text.removeprefix(" ")}
         kwargs = self.args.chat_template_kwargs or {}
         return tokenize_prompts([example], self.teacher_tokenizer, chat_template_kwargs=kwargs)[0]
@@ -389,8 +390,8 @@ class GOLDTrainer(DistillationTrainer):
         return [(range(i, i + 1), range(i, i + 1)) for i in range(min(len(mine), len(theirs)))]
 
     def comparison(self, batch: Batch) -> Any:
-        """Return the function that compares the student's distributions with the teacher's at the aligned positions.
-        The student's output layer calls it.
+        """Return the function that compares the student's and the teacher's distributions at aligned positions. The
+        student's output layer calls this function.
         """
         if not self.args.use_uld_loss:
             return super().comparison(batch)
@@ -419,11 +420,11 @@ class GOLDTrainer(DistillationTrainer):
 
 
 def continued(tokenizer: Tokenizer, spelled: Mapping[int, bytes], text: str) -> list[int]:
-    """Encode a text that continues another text, without the space that SentencePiece adds before its first word."""
+    """Encode a text as the continuation of another text, without the space that SentencePiece adds before a first word."""
     value = text.encode()
 
     def spells(ids: list[int]) -> int:
-        """Return how many bytes at the beginning of the text these ids represent."""
+        """Return the number of bytes at the beginning of the text that ``ids`` represent."""
         return common_prefix(b"".join(spelled[i] for i in ids), value)
 
     best = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -437,8 +438,8 @@ def continued(tokenizer: Tokenizer, spelled: Mapping[int, bytes], text: str) -> 
 
 
 def _longest_text(value: bytes) -> str:
-    """Return the longest prefix of the bytes that is valid UTF-8. An incomplete last character cannot be encoded and is
-    removed.
+    """Return the longest prefix of the bytes that is valid UTF-8. An incomplete character at the end is removed, because it
+    cannot be encoded.
     """
     try:
         return value.decode()

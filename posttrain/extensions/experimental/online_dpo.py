@@ -1,4 +1,4 @@
-"""`OnlineDPOTrainer`, with TRL's signature."""
+"""`OnlineDPOTrainer`: DPO on pairs of sampled completions. Its constructor has the signature of TRL's trainer."""
 
 from __future__ import annotations
 
@@ -47,16 +47,15 @@ logger = logging.getLogger(__name__)
 
 
 class OnlineDPOTrainer(OnlineTrainer):
-    """Sample two completions per prompt, and train with the DPO loss to prefer the better one.
+    """Sample two completions per prompt, and train with the DPO loss to prefer the better completion.
 
-    The chosen completion is the one with the higher reward, or the one that the judge prefers. Ties do not contribute
-    to the loss.
+    The better completion has the higher reward, or is preferred by the judge. Ties do not contribute to the loss.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
         ref_model: Reference model. If None, the reference is the policy with its initial weights: a frozen copy, or, with
             ``peft_config``, the policy with its adapter disabled.
-        reward_funcs: Reward model, its path or Hub id, a reward function, or a list of these. Functions receive the
+        reward_funcs: Reward model, path or Hub id of a reward model, reward function, or a list of these. Functions receive the
             first completions of all prompts, followed by the second completions. Exactly one of ``reward_funcs`` and
             ``judge`` must be set.
         args: Training arguments. They must be passed.
@@ -72,8 +71,8 @@ class OnlineDPOTrainer(OnlineTrainer):
         optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        judge: Judge that compares two completions, instead of ``reward_funcs``: a `BasePairwiseJudge`, `BaseRankJudge`
-            or `BaseBinaryJudge`.
+        judge: Judge that compares two completions. It replaces ``reward_funcs``. The judge is a `BasePairwiseJudge`,
+            `BaseRankJudge` or `BaseBinaryJudge`.
         rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
@@ -184,7 +183,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     def _reward_functions(
         self, reward_funcs: object, tokenizers: Any, args: PostTrainingConfig, tokenizer: Tokenizer
     ) -> list[Any]:
-        """Wrap reward models as functions of text. Other reward functions are returned unchanged."""
+        """Return reward functions that read text. Reward models are wrapped, and other functions are returned unchanged."""
         functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         own = tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
         own = one_each("reward_processing_classes", own, len(functions))
@@ -194,7 +193,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         return [wrap(one, theirs) if isinstance(one, str | nn.Module) else one for one, theirs in pairs]
 
     def make_reference(self) -> Reference:
-        """Create the reference, which the loss always needs."""
+        """Create the reference model. The loss always uses its log-probs."""
         if self._given_reference is None:
             log_own_checkpoint(self.model)
         elif self.vision.images:
@@ -204,13 +203,13 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     @property
     def beta(self) -> float:
-        """``args.beta`` in the current epoch."""
+        """Value of ``args.beta`` in the current epoch."""
         return self.args.beta_at(self.state.epoch)
 
     # Sampling ----------------------------------------------------------------------------------------------------
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Sample completions. With ``keep_eos_for_rewards``, reward functions receive the end token."""
+        """Sample completions. With ``keep_eos_for_rewards``, append the end token to the texts for reward functions."""
         batch = super().sample(examples, settings)
         if not self.args.keep_eos_for_rewards:
             return batch
@@ -227,8 +226,8 @@ class OnlineDPOTrainer(OnlineTrainer):
     # Scores and preferences --------------------------------------------------------------------------------------
 
     def score(self, rollouts: RolloutBatch, mode: str) -> RewardTable:
-        """Score pairs with reward functions or the judge. In evaluation the judge is not called, because there is only
-        one completion per prompt.
+        """Score completions with the reward functions or the judge. In evaluation, the judge is not called, because there
+        is one completion per prompt and a judge compares two.
         """
         self.rewards.pairs = mode == "train"  # type: ignore[attr-defined]
         if mode == "train" or self.judge is None:
@@ -238,19 +237,19 @@ class OnlineDPOTrainer(OnlineTrainer):
         return RewardTable(torch.empty(sum(counts), 0), [], torch.empty(0), start=start)
 
     def make_online(self) -> Online:
-        """Create the sampling state with the reference's log-probs only."""
+        """Create the components that sample completions and compute the reference's log-probs of them."""
         return replace(super().make_online(), logps=self._measured_logps)
 
     def _measured_logps(self, run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
-        """Compute the reference's log-probs of every completion."""
+        """Compute the reference's log-probs of every completion, and log the gap between policy and sampler."""
         every = rollouts.every_row()
         assert self.reference is not None
         with self.run.inference() as policy, self.reference.active(policy) as reference:
             columns = {"ref_logp": logps(self.run, reference, every)}
         if not self.engine.capabilities.has_logprobs:
             return columns
-        # The loss uses temperature 1 and not the sampling temperature, so one completion of the batch is computed in an
-        # extra pass.
+        # The policy's log-probs at the sampling temperature are needed to log this gap, but the loss uses temperature 1.
+        # Compute them for one completion of the batch in an extra forward pass.
         with self.run.inference() as policy:
             own = logps(self.run, policy, rollouts.rows(range(1), skip_truncated=False), self.args.temperature)
         self.run.log(sampler_gap(rollouts.rollouts[:1], own), rollouts.mode)
@@ -270,7 +269,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         return metrics
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Evaluate without a loss, because evaluation samples one completion per prompt and the loss needs two."""
+        """Evaluate without a loss, because the loss needs two completions per prompt and evaluation samples one."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         output.metrics.pop(f"{metric_key_prefix}_loss", None)
         return output

@@ -1,5 +1,5 @@
-"""Online DPO: sample two completions per prompt from the policy, and train with the DPO loss on the better and the worse
-one.
+"""Online DPO: sample two completions per prompt from the policy, and train with the DPO loss to prefer the better one of the two
+completions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNREAD = (
 
 @config
 class OnlineDPOConfig(PictureConfig, OnlineConfig):
-    """Arguments of `OnlineDPOTrainer`. Batch sizes count prompts, with two completions each.
+    """Arguments of `OnlineDPOTrainer`. Batch sizes count prompts. Each prompt has two completions.
 
     ``beta`` may be a list with one value per epoch. If there are more epochs than values, the last value is used.
     """
@@ -167,7 +167,7 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
         return list(self.beta) if isinstance(self.beta, Sequence) and not isinstance(self.beta, str) else [self.beta]
 
     def beta_at(self, epoch: float | None) -> float:
-        """Return the value of ``beta`` for a (fractional) epoch. If the list has fewer values than epochs, its last
+        """Return the value of ``beta`` in an epoch, which may be fractional. If there are more epochs than values, the last
         value is used.
         """
         return float(self.betas[min(int(epoch or 0), len(self.betas) - 1)])
@@ -178,7 +178,7 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
         return 2 * super().train_batch_size
 
     def _resolve_batches(self) -> None:
-        """Resolve batch sizes. In this method, batch sizes count prompts. In other online methods, they count
+        """Resolve batch sizes. Batch sizes of online DPO count prompts. Batch sizes of other online methods count
         completions.
         """
         prompts, self.per_device_train_batch_size = (
@@ -191,14 +191,14 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
             self.per_device_train_batch_size = prompts
 
 
-# The losses of online DPO. They use sums of log-ratios, which are not divided by length.
+# Losses of online DPO. The losses use sums of log-ratios over tokens, without division by the completion length.
 PAIR_LOSSES = {"sigmoid": sigmoid, "ipo": squared_gap}
-# A warning is logged if more than this fraction of pairs are ties, because ties do not contribute to the loss.
+# A warning is logged if the fraction of ties among pairs exceeds this value. Ties do not contribute to the loss.
 TIES_MOST = 0.5
 
 
 def sequence_sums(out: ModelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the policy's summed log-probs ``(S,)`` and its summed log-ratios to the reference ``(S,)``."""
+    """Return each completion's summed log-probs and summed log-ratios of policy to reference, both ``(S,)``."""
     assert out.logp is not None and batch.ref_logp is not None
     forest = batch.by_sequence
     return sequence_sum(out.logp, *forest), sequence_sum(out.logp - batch.ref_logp, *forest)
@@ -207,15 +207,15 @@ def sequence_sums(out: ModelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
 def pair_terms(
     batch: Batch, logp: Tensor, ratio: Tensor, *, beta: float, loss_type: str
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Compute the loss of each pair, ``(P,)``.
+    """Compute the loss of each pair, ``(P,)``, and the metrics of the pairs.
 
     Let ``h = L+ - L-`` be the difference of the log-ratios of better and worse completion. The loss is ``-logsigmoid(beta h)``
     for ``sigmoid``, and ``(h - 1 / (2 beta))^2`` for ``ipo``. The loss is 0 for ties and for pairs without scores.
 
     Args:
-        batch: Pairs. ``advantages`` are 1 for the better completion, -1 for the worse, and 0 for both completions of a tie.
-        logp: ``(S,)`` summed log-probs.
-        ratio: ``(S,)`` summed log-ratios L of policy and reference.
+        batch: Batch of pairs. Its ``advantages`` are 1 for the better and -1 for the worse completion, or 0 for both in a tie.
+        logp: Summed log-probs of the completions, ``(S,)``.
+        ratio: Summed log-ratios L of policy to reference, ``(S,)``.
         beta: Strength of the regularization towards the reference.
         loss_type: ``sigmoid`` or ``ipo``.
 
@@ -242,14 +242,13 @@ def pair_terms(
 
 
 def score_metrics(scores: Tensor, known: Tensor, ended: Tensor, *, pairs: bool) -> dict[str, Metric]:
-    """Compute the metrics of completions of all ranks: mean score (``objective/scores``) and fraction of completions that
-    ended.
+    """Compute metrics of the completions of all ranks: the mean score and the fraction of completions with an end token.
 
     Args:
-        scores: ``(n,)`` scores after penalties. NaN: no reward function returned a reward.
-        known: ``(n,)`` bool that marks rows with a score.
-        ended: ``(n,)`` bool that marks completions with an end token.
-        pairs: Whether consecutive rows are pairs.
+        scores: Scores after penalties, ``(n,)``. NaN: no reward function returned a reward.
+        known: Bool tensor ``(n,)``, True for rows with a score.
+        ended: Bool tensor ``(n,)``, True for completions with an end token.
+        pairs: Whether rows ``2 i`` and ``2 i + 1`` are a pair.
     """
     metrics = {"objective/scores": mean(scores, known), "val/contain_eos_token": mean(ended.float())}
     if pairs:
@@ -258,15 +257,15 @@ def score_metrics(scores: Tensor, known: Tensor, ended: Tensor, *, pairs: bool) 
 
 
 def equal_pairs(rollouts: RolloutBatch, ranks: Ranks) -> Tensor:
-    """Return ``(P,)`` bool that is True for pairs whose two completions are identical, over the pairs of all ranks."""
+    """Return a bool tensor ``(P,)`` for the pairs of all ranks. It is True for pairs with two identical completions."""
     one = rollouts.rollouts
     same = [a.token_ids == b.token_ids for a, b in zip(one[::2], one[1::2], strict=True)]
     return torch.tensor(ranks.gather(same), dtype=torch.bool)
 
 
 def preferred(pairs: Tensor, known: Tensor, equal: Tensor, names: Sequence[str]) -> tuple[Tensor, dict[str, Metric]]:
-    """Compare the scores ``(P, 2)`` of pairs. Return 1 (better), -1 (worse) or 0 (tie) for each completion, ``(2 P,)``, and
-    metrics.
+    """Compare the two scores of each pair, ``(P, 2)``. Return a tensor ``(2 P,)`` and metrics. The tensor is 1 for the
+    better completion, -1 for the worse completion, and 0 for both completions of a tie.
 
     Raises:
         RewardError: No pair has scores for both completions.
@@ -282,7 +281,7 @@ def preferred(pairs: Tensor, known: Tensor, equal: Tensor, names: Sequence[str])
 
 
 def policy_metrics(batch: Batch, logp: Tensor, ratio: Tensor, beta: float) -> dict[str, Metric]:
-    """Compute the metrics of the policy: its KL divergence from the reference, and rewards with and without the KL penalty."""
+    """Compute metrics of the policy: the KL divergence from the reference, the entropy, the KL penalty, and the reward."""
     scored = batch.columns["compared"].bool()
     return {
         "objective/kl": mean(ratio),
@@ -309,18 +308,18 @@ class OnlineDPO(Method[OnlineDPOConfig]):
     )
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Count the completions in pairs with scores for both completions. This count is the denominator of the loss."""
+        """Count the completions of pairs in which both completions have a score. The loss is divided by this number."""
         return {"compared": float(sum(batch.columns["compared"].sum() for batch in batches))}
 
     @property
     def temperature(self) -> float:
-        """Temperature of log-probs. The temperature is 1, because the loss does not compare log-probs with those of the
-        sampler.
+        """Temperature of the log-probs in the loss. Always 1, because the loss does not compare log-probs with the
+        sampler's.
         """
         return 1.0
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Return 1, -1 or 0 for each completion: preferred, not preferred, or tie. Evaluation returns 0."""
+        """Return 1 for preferred completions, -1 for the worse ones and 0 for ties. In evaluation, return 0 for all."""
         training, totals = rollouts.mode == "train", weighted_total(rewards.values, rewards.weights)
         reasons = ranks.gather([rollout.finish_reason for rollout in rollouts.rollouts])
         ended = torch.tensor([reason == "stop" for reason in reasons])
@@ -336,7 +335,7 @@ class OnlineDPO(Method[OnlineDPOConfig]):
         return Advantages(values, totals, rewards.start, columns=columns, token_columns=logps, metrics=metrics)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """Compute the loss of each pair in training. In evaluation, compute only metrics of the policy."""
+        """Compute the loss of each pair in training. In evaluation, return a loss of 0 and compute the policy's metrics."""
         beta = self.cfg.beta_at(state.epoch)
         logp, ratio = sequence_sums(outputs, batch)
         compared = batch.columns["compared"].bool()

@@ -76,12 +76,12 @@ logger = logging.getLogger(__name__)
 
 
 TABLE_TEMPERATURE = 0.01  # Sampling temperature of the completions that are logged as tables.
-# The k1 estimate of the KL is noisy and can be negative. A mean below KL_LOW in KL_UPDATES consecutive rollout batches is not
-# noise, so a warning is logged.
+# The k1 estimate of the KL is noisy and can be negative. A warning is logged if its mean is below KL_LOW in KL_UPDATES
+# consecutive rollout batches, because noise alone does not explain this.
 KL_LOW, KL_UPDATES = -1.0, 5
 
 
-# File of a checkpoint with the value function. A policy that is saved with `save_model` does not have this file.
+# File with the value function in a checkpoint. A policy that the user saves with `save_model` does not have this file.
 VALUE_FILE = "value_function.safetensors"
 
 
@@ -91,7 +91,7 @@ class TokenPrompts(PromptSource):
     Args:
         args: The trainer's config.
         tokenizer: Tokenizer of the policy.
-        collator: Data collator of the user, which converts rows with ``input_ids`` to a padded batch. None: no
+        collator: Data collator of the user. It converts rows with ``input_ids`` to a padded batch. None: no
             collator.
     """
 
@@ -106,7 +106,7 @@ class TokenPrompts(PromptSource):
         return [list(row["input_ids"]) for row in rows] if "input_ids" in rows[0] else super().token_ids(rows)
 
     def trial_rows(self, head: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return rows with a dummy prompt (text and token ids), with which reward functions are tested."""
+        """Return rows with a dummy prompt, as text and as token ids. Reward functions are tested with these rows."""
         return [{**row, "prompt_ids": [0]} for row in self.readable(head[:2])]
 
     def checked_rows(self, dataset: AnyDataset, name: str) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ class TokenPrompts(PromptSource):
         return [row for _, row in zip(range(2), dataset, strict=False)]
 
     def repeats(self) -> tuple[int, int]:
-        """Return the number of prompts per rollout batch, and the number of micro-batches in all passes over a rollout
+        """Return the number of prompts per rollout batch and the number of micro-batches in all passes over a rollout
         batch.
         """
         args = self.args
@@ -147,8 +147,8 @@ class TokenPrompts(PromptSource):
         return rows
 
     def _real(self, row: dict[str, Any]) -> list[int]:
-        """Return the token ids of a row without padding. Padding is recognized by the row's attention mask, or else by
-        the pad token.
+        """Return the token ids of a row without padding. The row's attention mask marks the padding. Without an attention
+        mask, pad tokens at the beginning and at the end are removed.
         """
         ids, mask = [int(token) for token in row["input_ids"]], row.get("attention_mask")
         if mask is not None:
@@ -205,7 +205,7 @@ class PPOTrainer(OnlineTrainer):
     args: PPOConfig
     prompt_source: TokenPrompts
     reference: Reference
-    # Optimizer step after which the last table of samples was logged.
+    # Number of the optimizer step after which the last table of samples was logged.
     _table_of = -1
 
     def __init__(
@@ -238,7 +238,7 @@ class PPOTrainer(OnlineTrainer):
         args = copy.copy(as_config(PPOConfig, args or f"{Path(name).name or 'model'}-PPO"))
         self._given_collator, self._owns_tokenizer = data_collator, processing_class is None
         self._low_kl = 0
-        # Number of responses and time at the beginning of this run.
+        # Number of responses that were trained on before this run, and the time at which this run began.
         self._clock: tuple[float, float] | None = None
         model, self._given_reference, self._given_value = _opened(args, model, ref_model, value_model)
         args.plan(len(train_dataset) if isinstance(train_dataset, Sized) else None)
@@ -277,7 +277,7 @@ class PPOTrainer(OnlineTrainer):
         return [function for function in self.rewards.functions if isinstance(function, TokenReward)]
 
     def _join_value(self) -> None:
-        """Attach the value function to the policy, and choose a batch layout that both models support."""
+        """Attach the value function to the policy, and choose a batch layout that policy and value function support."""
         value = attach_value(self.model, self._given_value)
         if self.args.disable_dropout:
             disable_dropout_in_model(value)
@@ -306,7 +306,7 @@ class PPOTrainer(OnlineTrainer):
         return TokenPrompts(self.args, self.processing_class, collator=self._given_collator)
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Prepare the datasets. An unsupported tokenizer or model raises an error before the policy is loaded."""
+        """Prepare the datasets. Raise an error for an unsupported tokenizer or model before the policy is loaded."""
         _check_pad(self.processing_class, may_change=self._owns_tokenizer)
         for reward in self._token_rewards():
             check_vocabulary(self.processing_class, reward.model, "reward_model")
@@ -315,8 +315,8 @@ class PPOTrainer(OnlineTrainer):
         return super().prepare_datasets(train, evaluation)
 
     def make_reference(self) -> Reference:
-        """Create the reference: the model that was passed, the policy with another adapter or without its adapter, or a
-        frozen copy.
+        """Create the reference model. It is the model that the user passed, the policy with another adapter or without its
+        adapter, or a frozen copy of the policy.
         """
         ref_model, adapter = self._given_reference, self.args.ref_adapter_name
         if ref_model is not None and self.args.disable_dropout:
@@ -331,9 +331,7 @@ class PPOTrainer(OnlineTrainer):
 
     @property
     def ref_model(self) -> Any:
-        """The frozen reference model. The result is None if the reference is the policy with another adapter or without
-        its adapter.
-        """
+        """The frozen reference model. None if the reference is the policy with another adapter or without its adapter."""
         return self.reference.copy
 
     @property
@@ -382,12 +380,12 @@ class PPOTrainer(OnlineTrainer):
         return replace(online, sampling=sampling, logps=self._measured, slices=self._training_rows)
 
     def _training_rows(self, run: Run, rollouts: RolloutBatch) -> list[list[Row]]:
-        """Convert a rollout batch to the rows from which mini-batches are taken."""
+        """Convert a rollout batch to training rows. Mini-batches are subsets of these rows."""
         return [training_rows(rollouts, self.args.response_length, self.pad_token_id)]
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Sample responses. Add the token ids of the prompts, for reward models, and the column ``ended``, which is 1
-        for responses with an end token.
+        """Sample responses, and add two columns to the batch. ``prompt_ids`` contains the prompts' token ids for reward
+        models. ``ended`` is 1 for responses with an end token.
         """
         batch = super().sample(examples, settings)
         ended = [float(not self.end_ids.isdisjoint(one.token_ids)) for one in batch.rollouts]
@@ -395,8 +393,8 @@ class PPOTrainer(OnlineTrainer):
         return replace(batch, columns={"ended": ended}, extra=batch.extra | {"prompt_ids": prompts})
 
     def _measured(self, run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
-        """Compute log-probs and values of all responses with one forward pass of the policy, and log-probs with one
-        forward pass of the reference.
+        """Compute the policy's log-probs and values of all responses with one forward pass of the policy. Compute the
+        reference's log-probs with one forward pass of the reference.
         """
         rows = plain_rows(rollouts, self.args.response_length, self.pad_token_id)
         with self.run.inference() as policy:
@@ -410,10 +408,10 @@ class PPOTrainer(OnlineTrainer):
 
     @torch.no_grad()
     def measure(self, model: nn.Module, rows: Sequence[Row], needs: frozenset[str]) -> dict[str, list[list[float]]]:
-        """Compute log-probs or values of every response's tokens, with the same forward pass as in training."""
+        """Compute log-probs or values of every response token with the forward pass that training uses."""
         chunk = self.args.logits_chunk_size
         size, result = self.args.local_rollout_forward_batch_size, {name: [[]] * len(rows) for name in needs}
-        # Each item: a batch, and the index in ``rows`` of each of its responses.
+        # Each item is a batch and a list with the index in ``rows`` of each response of the batch.
         batches: list[tuple[Batch, list[int]]] = []
         for start in range(0, len(rows), size):
             part, places = share_prompts(rows[start : start + size])
@@ -468,8 +466,8 @@ class PPOTrainer(OnlineTrainer):
         return scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add ``lr`` (the learning rate), ``episode`` (the number of responses) and ``eps`` (responses per second since the
-        start).
+        """Log the metrics together with ``lr`` (learning rate), ``episode`` (number of responses) and ``eps`` (responses
+        per second since the start of the run).
         """
         if "loss" in logs and self._clock is not None:
             done, (before, began) = self.counters["episode"], self._clock
@@ -528,7 +526,8 @@ class PPOTrainer(OnlineTrainer):
             self.generate_completions(sampling=True)
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
-        """Sample answers to ``eval_dataset`` at temperature 0.01, score them, and write ``eval_completions.parquet``.
+        """Sample answers to the prompts of ``eval_dataset`` at temperature 0.01, score the answers, and write
+        ``eval_completions.parquet``.
 
         Args:
             sampling: Whether to use only the first batch of ``eval_dataset``.
@@ -551,8 +550,8 @@ class PPOTrainer(OnlineTrainer):
         return rows
 
     def _answers(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
-        """Sample answers to one evaluation batch. Sampling is a collective operation, so a rank without rows must
-        sample too.
+        """Sample answers to one evaluation batch. All ranks must take part in sampling, so a rank without rows samples an
+        answer to a spare example and discards the answer.
         """
         examples = self.prompt_source.readable(inputs or [dict(self.spare_example)])
         settings = rollout.settings_of(self.run, "table")
@@ -562,7 +561,7 @@ class PPOTrainer(OnlineTrainer):
 
 
 def _opened(args: PPOConfig, model: nn.Module, ref_model: Any, value_model: Any) -> tuple[Any, Any, Any]:
-    """Return policy, reference and value function. Models that are paths or Hub ids are loaded.
+    """Return policy, reference and value function. Load models that are given as a path or Hub id.
 
     Raises:
         ConfigError: The reference is the policy itself, or its adapter does not exist.
@@ -586,7 +585,9 @@ def _opened(args: PPOConfig, model: nn.Module, ref_model: Any, value_model: Any)
 
 
 def _reward_functions(reward_model: Any, args: PPOConfig) -> list[Any]:
-    """Convert reward models to reward functions of token ids. Other reward functions are returned unchanged."""
+    """Return reward functions that read token ids. Reward models are wrapped, and other reward functions are returned
+    unchanged.
+    """
     rewards = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
     if not rewards or any(reward is None for reward in rewards):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`PPOConfig`: options of PPO for rollout batches, for the passes over a rollout batch, and for advantages."""
+"""`PPOConfig`: options of PPO for rollout batches, for the passes over each rollout batch, and for advantages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ WHITEN_LEAST = 8
 
 
 class _OneCompletion:
-    """Options that `OnlineTrainer` needs, with the only values that PPO supports. PPO samples one completion per prompt."""
+    """Options that `OnlineTrainer` reads. Each option has the only value that PPO supports. PPO samples one completion per
+    prompt.
+    """
 
     num_generations = 1
     num_generations_eval = None
-    # Number of consecutive passes over one micro-batch. The passes of PPO over a rollout batch are ``num_ppo_epochs``.
+    # Number of consecutive passes over one micro-batch. PPO uses ``num_ppo_epochs`` passes over a rollout batch instead.
     num_iterations = 1
     dynamic_sampling = 0
     mask_truncated_completions = False
@@ -49,10 +51,10 @@ class _OneCompletion:
 class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     """Arguments of `PPOTrainer`.
 
-    A rollout batch has ``per_device_train_batch_size x gradient_accumulation_steps x
-    processes`` responses. PPO makes ``num_ppo_epochs`` passes over a rollout batch. Each pass splits the rollout batch
-    at random into ``num_mini_batches`` mini-batches. Each mini-batch is one optimizer step. ``logging_steps``,
-    ``save_steps``, ``eval_steps`` and ``max_steps`` count optimizer steps.
+    A rollout batch has ``per_device_train_batch_size x gradient_accumulation_steps x processes`` responses. PPO makes
+    ``num_ppo_epochs`` passes over a rollout batch. Each pass splits the rollout batch randomly into ``num_mini_batches``
+    mini-batches. Each mini-batch is one optimizer step. ``logging_steps``, ``save_steps``, ``eval_steps`` and ``max_steps``
+    count optimizer steps.
 
     Reference: Proximal policy optimization algorithms, arXiv:1707.06347.
     """
@@ -217,7 +219,7 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
             raise ConfigError("auto_find_batch_size=True would change the size of a rollout batch. Disable it.")
 
     def refused_engines(self) -> dict[str, str]:
-        """Return the engines that PPO does not use for ``rollout_engine="auto"``, each with the reason."""
+        """Return the engines that ``rollout_engine="auto"`` must not select for PPO. Each engine is mapped to the reason."""
         foreign = "PPO does not correct log-probs of another attention or of a copy of the weights"
         return {"vllm": foreign, "paged": foreign}
 
@@ -266,7 +268,7 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
         return max(1, math.ceil(self.local_mini_batch_size / int(self.per_device_train_batch_size)))
 
     def take_batch_size(self, size: int) -> None:
-        """Set the per-device batch size without changing the sizes of rollout batch and mini-batch; see
+        """Set the per-device batch size without changing the number of responses per rollout batch and per mini-batch. See
         `PostTrainingConfig.take_batch_size`.
         """
         self.per_device_train_batch_size, self.auto_batch_size = size, False

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from posttrain.rewards.runner import RewardTable
     from posttrain.types import LogProbs
 
-# Name of the count of states, which is the denominator of the value loss. It differs from the number of tokens in the loss.
+# Name of the count of states. The value loss is divided by this count. It differs from the number of tokens in the loss.
 STATES = "states"
 
 
@@ -57,7 +57,7 @@ def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
     value = clipped_value_loss(out.values, old_values, returns, cliprange=cfg.cliprange_value)
     moved = log_ratio.detach()
     ratio = moved.exp()
-    excess = ratio - 1.0  # Subtract 1, so that even a variance of 1e-9 is representable in float32.
+    excess = ratio - 1.0  # Subtract 1: a variance as small as 1e-9 is then representable in float32.
     value_error = (out.values.detach() - returns).square() / 2
     metrics = {
         "loss/policy_avg": mean(policy, mask),
@@ -76,7 +76,7 @@ def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
 
 
 def states_mask(batch: Batch) -> Tensor:
-    """Return a mask ``(B, T)`` of the positions at which the value function is trained."""
+    """Return a mask of the positions at which the value function is trained, ``(B, T)``."""
     return batch.columns["states"] > 0
 
 
@@ -88,8 +88,8 @@ class Episodes:
     Attributes:
         advantages: Advantages, whitened over the rollout batch of all ranks. 0 where ``tokens`` is False.
         returns: Targets of the value function at each state.
-        tokens: Mask of the tokens of responses that have a score.
-        states: Mask of the states of responses that have a score.
+        tokens: Mask that is True for the tokens of responses with a score.
+        states: Mask that is True for the states of responses with a score.
         metrics: Metrics with the prefix ``objective/``.
     """
 
@@ -101,10 +101,10 @@ class Episodes:
 
 
 def plain_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
-    """Convert each response to a row. If a response ended early, one pad token is appended, which has no loss.
+    """Convert each response to a row. If a response ended early, append one pad token that does not contribute to the loss.
 
     The pad token represents the state after the last token. The value of this state is computed from the hidden state
-    of the last token. `token_rewards` adds the score to the reward of this state.
+    of the last token. `token_rewards` adds the response's score to the reward of this state.
     """
     rows = []
     for rollout in generation.rollouts:
@@ -122,10 +122,12 @@ def episodes(
 
     Args:
         rollouts: This rank's responses.
-        logps: ``old_logp``, ``ref_logp`` and ``old_values`` for each token of the rows that `plain_rows` returns.
+        logps: ``old_logp``, ``ref_logp`` and ``old_values`` of each token. The tokens are those of the rows that
+            `plain_rows` returns.
         scores: ``(S,)`` scores. NaN means that no reward function applied, so the response is excluded from training.
         cfg: Config with ``response_length``, ``kl_coef``, ``kl_estimator``, ``gamma``, ``lam`` and ``whiten_rewards``.
-        merged: Function that combines the moments (count, mean, squared deviations) of this rank with those of all other ranks.
+        merged: Function that merges the moments (count, mean, sum of squared deviations) of this rank with the moments of
+            all other ranks.
     """
     width, scored = cfg.response_length, ~scores.isnan()
     grids = {name: _grid(logps[name], width) for name in ("old_logp", "ref_logp", "old_values")}
@@ -164,7 +166,7 @@ def _grid(lists: list[list[float]], width: int) -> Tensor:
 
 
 def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
-    """Return the rows of `plain_rows` with the columns that `ppo_objective` reads."""
+    """Return one training row per response: the row from `plain_rows` with the columns that `ppo_objective` reads."""
     names, columns = ("old_logp", "old_values", "advantages", "returns", "states"), generation.token_columns
     return [
         replace(
@@ -177,7 +179,9 @@ def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> l
 
 
 def token_lists(found: Episodes, sizes: Sequence[int]) -> dict[str, list[list[float]]]:
-    """Convert `Episodes` to one list per response. Each list has one number per token of the response's row in `plain_rows`."""
+    """Convert each tensor of `Episodes` to one list per response, with one number per token of the response's `plain_rows`
+    row.
+    """
     grids = {"advantages": found.advantages, "returns": found.returns}
     grids |= {"states": found.states.double(), "trained": found.tokens.double()}
     return {name: [row[:size].tolist() for row, size in zip(grid, sizes, strict=True)] for name, grid in grids.items()}
@@ -204,8 +208,8 @@ class PPO(Method[PPOConfig]):
         return self.cfg.temperature + 1e-7
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute whitened GAE advantages, and returns for the value function. The KL penalty is subtracted from the
-        rewards.
+        """Compute whitened GAE advantages, and the returns on which the value function is trained. The KL penalty is
+        subtracted from the rewards.
 
         ``rollouts.columns["ended"]`` is 1 for responses with an end token.
         """
@@ -236,7 +240,9 @@ class PPO(Method[PPOConfig]):
         return {STATES: float(sum(states_mask(batch).sum() for batch in batches))}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Compute the mean and the variance of the importance ratio r from the mean and the variance of r - 1."""
+        """Compute the mean and the variance of the importance ratio ``r`` from the logged means of ``r - 1`` and ``(r -
+        1)^2``.
+        """
         if "val/ratio" in metrics:
             excess = metrics["val/ratio"]
             metrics["val/ratio_var"] = max(metrics["val/ratio_var"] - excess * excess, 0.0)

@@ -1,4 +1,4 @@
-"""Checks of images: rows fit into the context, placeholders match images, and images can be read."""
+"""Checks of images: rows fit into the context, images can be read, and log-probs and rewards depend on images."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ from posttrain.types import Batch, Finding, Row
 if TYPE_CHECKING:
     from torch import nn
 
-ROWS_LOOKED_AT = 2000  # Number of first rows from which images are sampled for the check.
-IMAGES_READ = 200  # Number of sampled rows whose images are opened and read.
-SHARE_UNFIT = 0.005  # If more than this fraction of the rows does not fit into the context, the finding is an error.
+ROWS_LOOKED_AT = 2000  # Number of rows at the beginning of the dataset from which rows are sampled for the check.
+IMAGES_READ = 200  # Approximate number of sampled rows. Their images are opened and read.
+SHARE_UNFIT = 0.005  # The finding is an error if more than this fraction of the rows does not fit into the context.
 ROWS_NAMED = 5
 SMALLEST_SIDE = 32  # Minimum number of pixels per side. The content of a smaller image is not recognizable.
 # SHARE_ALIKE: a finding is reported if at least this share of the rows has the same image. ROWS_COMPARED: minimum number of
 # rows for this comparison.
 SHARE_ALIKE, ROWS_COMPARED = 0.9, 10
-# Minimum mean change of log-probs, in nats, when images are exchanged. If the change is smaller, the model ignores images. In
-# half precision, the minimum is 1e-2.
+# Minimum mean change of log-probs, in nats, when images are exchanged. A smaller change means that the model ignores
+# images. In half precision, the minimum is 1e-2.
 LEAST_MOVE = {torch.float32: 1e-4}
-# If the model gets at least this fraction of its reward with exchanged images, it does not need the images for its answers.
+# If the reward with exchanged images is at least this fraction of the reward with the correct images, the model does not
+# need images.
 SHARE_GUESSED = 0.9
 PNG = b"\x89PNG"
 
@@ -78,8 +79,8 @@ def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Fin
 
 @probe("data", "PT-G001", part="processor")
 def fit(context: Context) -> list[Finding | None]:
-    """Check whether the sampled rows fit the context, including the completions that will be generated. The rows are
-    already truncated to ``max_length``.
+    """Check whether the sampled rows fit into the context, including the completions that will be generated. The rows were
+    truncated to ``max_length`` before.
     """
     limit = context_length(text_of(context.model_config))
     return [check_image_fit(context.rows, limit, context.args.max_completion_length or 0)] if limit else []
@@ -89,7 +90,7 @@ def fit(context: Context) -> list[Finding | None]:
 
 
 def check_pictures(rows: Sequence[tuple[int, Any]]) -> list[Finding]:
-    """Find images that are unreadable, tiny, blank, remote, re-encoded or unusual. Also find an image that nearly all rows
+    """Find images that are unreadable, tiny, blank, remote, re-encoded or unusual. Also find one image that nearly all rows
     share.
 
     Args:
@@ -130,7 +131,7 @@ ABOUT: tuple[tuple[str, Any, str, str, str], ...] = (
 
 
 def _kinds(value: object, digests: dict[str, int]) -> set[str]:
-    """Return the codes of an image's problems, and count how often this image occurs."""
+    """Return the codes of an image's problems, and count the image in ``digests``."""
     address = value.get("path") if isinstance(value, Mapping) and not value.get("bytes") else value
     if isinstance(address, str) and address.startswith(("http://", "https://")):
         return {"PT-G010"}
@@ -165,9 +166,9 @@ def _named(numbers: Sequence[int]) -> str:
 
 @probe("data", "PT-G003", "PT-G006", "PT-G007", "PT-G009", "PT-G010", "PT-G014", part="processor")
 def pictures(context: Context) -> list[Finding]:
-    """Check the images of about 200 of the first 2,000 rows, in columns and messages. The image files are read completely."""
+    """Check the images in columns and messages of about 200 of the first 2,000 rows. The image files are read completely."""
     dataset = context.train_dataset
-    # Without a dataset, the environment creates the prompts, and images come from its tools.
+    # Without a dataset, an environment creates the prompts, and its tools return the images.
     if dataset is None:
         return []
     step = (
@@ -189,7 +190,7 @@ def pictures(context: Context) -> list[Finding]:
 
 @probe("first_batch", "PT-G005", part="processor")
 def reach(context: Context) -> list[Finding | None]:
-    """Check whether the log-probs of the first batch depend on its images. This check runs only in runs with a single
+    """Check whether the log-probs of the first batch depend on its images. The check is skipped in runs with more than one
     process.
     """
     batch = next((one for one in context.parts.get("batches", ()) if one.pictures), None)
@@ -203,7 +204,7 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
     """Check that log-probs depend on the images of their rows.
 
     Args:
-        model: Model with `install_pictures`.
+        model: Model prepared with `install_pictures`.
         batch: Batch with images.
     """
     parameter = next(model.parameters())
@@ -214,7 +215,7 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
         own = forward(model, batch).logp
         counts = encoder.encoded, encoder.reused
         exchanged = forward(model, other).logp
-        # Restore the counters, because the images of this check must not be included in the metrics of the run.
+        # Restore the counters, so that the metrics of the run do not include the images of this check.
         encoder.encoded, encoder.reused = counts
     moved = float((own - exchanged)[batch.loss_mask].abs().mean()) if own is not None and exchanged is not None else 1.0
     limit = LEAST_MOVE.get(parameter.dtype, 1e-2)
@@ -231,7 +232,7 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
 
 
 def _another(placed: Placed) -> Placed:
-    """Return the same placement, with another image of the same size."""
+    """Return a copy of ``placed`` with another image of the same size."""
     return replace(placed, picture=shaded(placed.picture.size, turned=True))
 
 
@@ -241,7 +242,7 @@ def check_tower_gradients(norms: Mapping[str, float | None], model: nn.Module) -
 
     Args:
         norms: Gradient norm of each parameter in the first step. None: the parameter has no gradient.
-        model: Model with `install_pictures`, wrapped or not.
+        model: Model prepared with `install_pictures`, with or without wrappers.
     """
     if picture_encoder(model) is None:
         return None
@@ -262,7 +263,7 @@ def check_tower_gradients(norms: Mapping[str, float | None], model: nn.Module) -
 
 @probe("log_step", "PT-G017", part="processor")
 def images_needed(context: Context) -> list[Finding | None]:
-    """Check the newest log line for rewards that do not depend on images. The log line contains the reward with
+    """Check whether the newest log line shows that the reward does not depend on images. The line contains the reward with
     exchanged images if ``check_image_use`` is set.
     """
     lines = [line for line in context.parts.get("history", ()) if "eval_images/exchanged_reward" in line]

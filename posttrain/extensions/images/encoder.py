@@ -1,4 +1,4 @@
-"""Images in the forward pass: cached features, rotary positions in three dimensions, and bidirectional attention."""
+"""Images in the forward pass: cached image features, three-dimensional rotary positions, and bidirectional attention."""
 
 from __future__ import annotations
 
@@ -33,28 +33,29 @@ PROJECTOR = {
     "aligner", "connector", "deepstack_merger_list", "image_newline", "merger", "merger_list", "multi_modal_projector",
     "projector",
 }  # fmt: skip
-SAMPLES = 16  # Number of elements of each trained weight that are compared to detect changes.
+SAMPLES = 16  # Number of elements of each trained weight that are compared in order to detect changes of the weight.
 # Sizes (width, height) in pixels of the images with which processors and models are tested.
 PROBED = ((56, 56), (112, 56), (84, 140))
 
 
 class PictureEncoder:
-    """Encodes images with the vision tower of a model. Each image is encoded once per pass.
+    """Encodes images with the vision tower of a model. An image that occurs several times in a pass is encoded once.
 
-    Features that need no gradient are cached for later passes.
+    Features without gradient are cached for later passes.
 
     Args:
-        processor: Converts images to pixel tensors.
-        cache_bytes: Size of the feature cache in bytes. If the cache is full, the least recently used features are
-            removed.
+        processor: Processor that converts images to pixel tensors.
+        cache_bytes: Size of the feature cache in bytes. If the cache is full, features are removed in LRU
+            order.
 
     Attributes:
-        encoded, reused: Numbers of images that were encoded and that were found in the cache, since the start.
-        seconds: Number of seconds for preparing and encoding images. On an accelerator, it is only the time until the
-            work is queued.
-        next: Encoder of another model whose next pass contains the same images. The next encoder receives the prepared
+        encoded, reused: Number of images that were encoded, and number of images whose features were taken from the cache,
+            since the start.
+        seconds: Number of seconds for preparing and encoding images. On an accelerator, this is the time until the work is
+            queued.
+        next: Encoder of another model that will encode the same images in its next pass. This encoder receives the prepared
             pixels.
-        given: Pixels that another encoder has prepared.
+        given: Pixels that another encoder has prepared for the next pass.
     """
 
     def __init__(self, processor: PictureProcessor, cache_bytes: int) -> None:
@@ -63,8 +64,8 @@ class PictureEncoder:
         self.given: dict[Picture, dict[str, Tensor]] = {}
         self.encoded = self.reused = 0
         self.seconds = 0.0
-        # For each level of features: whether the model's forward method expects a list with one tensor per image (True) or one
-        # tensor.
+        # One entry per level of features. True: the model's forward method expects a list with one tensor per image. False:
+        # it expects one tensor.
         self._listed: list[bool] = []
         self._kept: OrderedDict[Any, list[Tensor]] = OrderedDict()
         self._size = 0
@@ -78,16 +79,16 @@ class PictureEncoder:
         return self.processor.family.block == "prompt"
 
     def inputs(self, model: nn.Module, placed: Sequence[Placed], kept: Tensor | None = None) -> dict[str, Any]:
-        """Return the keyword arguments with which the model receives the features of images. The features are in the
-        order of the placeholders.
+        """Return the image features as keyword arguments of the model's forward method. The features are in the order of
+        the placeholders.
 
-        The arguments are ``mm_encoder_outputs``, or ``cross_attention_states`` and ``tiles`` in families with
-        cross-attention. If an image occurs several times, it is encoded once.
+        The argument is ``mm_encoder_outputs``. Families with cross-attention get ``cross_attention_states`` and ``tiles``
+        instead. If an image occurs several times, it is encoded once.
 
         Args:
-            model: A transformers model without wrappers.
+            model: Transformers model without wrappers.
             placed: Images in the order of their placeholders in the batch.
-            kept: Mask of the features that the pass needs, in the same order. None: all features.
+            kept: Mask of the features that the pass needs, in the order of the placeholders. None: all features.
 
         Raises:
             ModelError: The number of features differs from the number of placeholders.
@@ -96,8 +97,8 @@ class PictureEncoder:
 
         counts = {image.picture: image.count for image in placed}
         weights = tower_parameters(model).values()
-        # If the tower is trained, encode images in every pass, because cached features have no autograd graph. If it is
-        # sharded, also run it in every pass, because its collectives need all processes.
+        # If the tower is trained, encode images in every pass, because cached features have no autograd graph. If the tower
+        # is sharded, encode images in every pass, because the tower's collectives need all processes.
         trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         fresh = trains or gathers_in_forward(_tower(model))
         layers = (module for module in _tower(model) if isinstance(module, BaseTunerLayer))
@@ -108,7 +109,7 @@ class PictureEncoder:
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)
         if missing:
             began = time.perf_counter()
-            # Build no graph for a frozen tower, even if its inputs require gradients. Other processes build none either.
+            # Build no graph for a frozen tower, even if its inputs require gradients. Other processes build no graph either.
             with torch.set_grad_enabled(trains):
                 encoded = self._encode(model, missing, counts)
             for picture, features in zip(missing, encoded, strict=True):
@@ -125,7 +126,9 @@ class PictureEncoder:
         return {"mm_encoder_outputs": {"image": self._output(levels)}}
 
     def probe_rows(self) -> list[Row]:
-        """Return two prompts with one image of different size each, and their completions."""
+        """Return two prompts with three completions each. Each prompt contains one image, and the images have different
+        sizes.
+        """
         words = self.processor.tokenizer("which one is it, and where?", add_special_tokens=False)["input_ids"]
         rows = []
         for picture in probe_pictures(self.processor)[:2]:
@@ -135,10 +138,10 @@ class PictureEncoder:
         return rows
 
     def call_key(self, index: int, placed: Sequence[Placed]) -> tuple[int, ...]:
-        """Return a key for calls of ``generate``. Requests with different keys cannot share a call.
+        """Return a key of a request. Requests with different keys cannot share a call of ``generate``.
 
-        If a model has cross-attention to images, all rows of a call must have the same number of images, because tokens
-        would also attend to padding images. If the model family was not tested with padding, a request with images runs
+        In families with cross-attention, all rows of a call must have the same number of images, because tokens
+        would also attend to padding images. In an unknown family, padding was not tested, so a request with images runs
         alone.
 
         Args:
@@ -149,20 +152,22 @@ class PictureEncoder:
         return (index if placed and not family.models else -1, len(placed) if family.cross else -1)
 
     def whole(self, model: nn.Module, ids: Tensor, rows: Sequence[Sequence[Placed]]) -> dict[str, Any]:
-        """Return the processor's tensors for the images of each row, for a model that does not accept features."""
+        """Return the processor's tensors for the images of each row. Models that do not accept image features need these
+        tensors.
+        """
         began, pictures = time.perf_counter(), [[one.picture for one in row] for row in rows]
         inputs = self.processor.plain_inputs(ids.cpu(), pictures)
         self.encoded, self.seconds = self.encoded + sum(map(len, rows)), self.seconds + time.perf_counter() - began
         return for_tower(model, inputs)
 
     def crossed(self, model: nn.Module, batch: Batch, placed: Sequence[Placed]) -> dict[str, Any]:
-        """Return the features for cross-attention of one tree, and a mask of the features to which each token attends."""
+        """Return the cross-attention features of one prefix tree, and a mask of the features to which each token attends."""
         inputs = self.inputs(model, placed)
         inputs["cross_attention_mask"] = self.processor.cross_mask(batch.input_ids, inputs.pop("tiles"))
         return inputs
 
     def _beside(self, model: nn.Module, joined: dict[str, Tensor]) -> list[list[Tensor]]:
-        """Return, for each image, features ``(tiles · tokens, H)`` and a mask ``(tiles,)``. The mask is 1 for tiles that
+        """Return features ``(tiles · tokens, H)`` and a mask ``(tiles,)`` for each image. The mask is 1 for tiles that
         contain a part of the image.
         """
         inner = model.model
@@ -171,14 +176,13 @@ class PictureEncoder:
         return [list(pair) for pair in zip(features, joined["aspect_ratio_mask"][0], strict=True)]
 
     def idle(self, model: nn.Module) -> dict[str, Any]:
-        """Give the parameters for images a gradient of zero in a pass without images, because other processes may have
-        images.
+        """Give the image parameters a gradient of zero in a pass without images, because other processes may have images.
 
-        These parameters are the vision tower and, in families with cross-attention, the layers that attend to image
-        features. A pass without images skips them, so that they get no gradient. Other processes would then wait
-        forever, or their gradients would be reduced with those of another parameter, because gradients are reduced in
-        the order in which they are ready. Therefore, a probe image is encoded and its features are multiplied by zero.
-        A sharded tower is run even without gradients, because its layers are gathered from all processes.
+        Image parameters are the vision tower and, in families with cross-attention, the layers that attend to image
+        features. A pass without images skips these parameters, so they get no gradient. DDP reduces gradients in the order
+        in which they are ready. Other processes would therefore wait forever, or would reduce their gradients with the
+        gradients of another parameter. To avoid this, a probe image is encoded and its features are multiplied by zero. A
+        sharded tower is run even without gradients, because its layers are gathered from all processes.
         """
         trained = [w for w in tower_parameters(model).values() if w.requires_grad and torch.is_grad_enabled()]
         beside = [w for w in self._crossing(model) if w.requires_grad and torch.is_grad_enabled()]
@@ -197,7 +201,9 @@ class PictureEncoder:
         return {}
 
     def _crossing(self, model: nn.Module) -> list[Tensor]:
-        """Return the parameters of the text model's cross-attention layers, or an empty list in other families."""
+        """Return the parameters of the text model's cross-attention layers, or an empty list if the family has no
+        cross-attention.
+        """
         if not self.processor.family.cross:
             return []
         layers = model.model.language_model.layers
@@ -206,13 +212,13 @@ class PictureEncoder:
         ]
 
     def _probe_sum(self, model: nn.Module) -> Tensor:
-        """Return the sum of a small probe image's features."""
+        """Encode a small probe image, and return the sum of its features."""
         pictures = probe_pictures(self.processor)[:1]
         (levels,) = self._encode(model, pictures, {p: self.processor.expansion(p).count for p in pictures})
         return torch.stack([level.float().sum() for level in levels]).sum()
 
     def unreached(self, model: nn.Module) -> set[str]:
-        """Return the names of tower parameters on which features do not depend, e.g. the last layer for
+        """Return the names of tower parameters that do not influence the features. An example is the last layer for
         ``vision_feature_layer=-2``.
         """
         named = {name: one for name, one in tower_parameters(model).items() if one.requires_grad}
@@ -223,7 +229,7 @@ class PictureEncoder:
         return {name for name, grad in zip(named, grads, strict=True) if grad is None}
 
     def _encode(self, model: nn.Module, pictures: list[Picture], counts: dict[Picture, int]) -> list[list[Tensor]]:
-        """Return the features ``(tokens, H)`` of each image, and one more tensor of this shape per deepstack level."""
+        """Return a list of tensors ``(tokens, H)`` for each image: the features, and the features of each deepstack level."""
         pixels = [self.given.get(picture) or self.processor.prepare(picture) for picture in pictures]
         self.given = {}
         if self.next is not None:
@@ -242,12 +248,12 @@ class PictureEncoder:
         return [list(parts) for parts in zip(*(level.split(sizes) for level in flat), strict=True)]
 
     def _output(self, levels: list[Tensor]) -> Any:
-        """Return all features of a pass in the format that the model's forward method expects."""
+        """Return the features of all images of a pass in the format that the model's forward method expects."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         first, *deeper = self._listed
-        # In transformers before 5.18, SmolVLM reads the second dimension of the tensor as the number of tokens per image. This
-        # number must divide the number of image tokens of each row.
+        # In transformers before 5.18, SmolVLM reads the second dimension of the tensor as the number of tokens per image.
+        # The number of image tokens of each row must be a multiple of this number, so use 1.
         output: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if first else levels[0][:, None])
         output.deepstack_features = [[one] if listed else one for one, listed in zip(levels[1:], deeper, strict=True)]
         return output
@@ -267,8 +273,8 @@ class PictureEncoder:
 
 
 def _shown(picture: Picture) -> tuple[str, str]:
-    """Return the digest and the background of an image, on which its pixels depend. The image itself must not be part
-    of a cache key.
+    """Return the digest and the background of an image. The pixels depend on these two values. Use them as cache key,
+    because the image object must not be part of a cache key.
     """
     return picture.digest, picture.background
 
@@ -276,15 +282,15 @@ def _shown(picture: Picture) -> tuple[str, str]:
 def _state(weight: Tensor) -> tuple[int, int, float]:
     """Return a value that changes whenever the weight changes.
 
-    Fused optimizers do not increase ``_version``, so some elements of trained weights are compared too.
+    Fused optimizers do not increase ``_version``, so the value also contains the sum of some elements of trained weights.
     """
     read = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLES)] if weight.requires_grad else None
     return weight.data_ptr(), weight._version, 0.0 if read is None else float(read.double().sum())
 
 
 def image_features(model: nn.Module, joined: Mapping[str, Tensor]) -> tuple[list[bool], list[Tensor]]:
-    """Return, for the output and for each deepstack level, whether features are a list. Also return the features ``(sum
-    of tokens, H)``.
+    """Encode images. Return the features ``(sum of tokens, H)`` of the output and of each deepstack level. Also return, for
+    each of them, whether the model returned them as a list.
     """
     encode = getattr(model, "get_image_features", None) or model.model.get_image_features
     output = encode(**joined, return_dict=True)
@@ -293,19 +299,19 @@ def image_features(model: nn.Module, joined: Mapping[str, Tensor]) -> tuple[list
 
 
 def _accepts_features(model: nn.Module) -> bool:
-    """Return whether the forward method has the argument ``mm_encoder_outputs``, which transformers 5.18 introduced."""
+    """Return whether the forward method has the argument ``mm_encoder_outputs``. Transformers 5.18 introduced this argument."""
     return "mm_encoder_outputs" in inspect.signature(model.forward).parameters
 
 
 def _use_features(base: nn.Module, args: tuple[()], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Make ``get_image_features`` return ``mm_encoder_outputs`` during a forward pass of transformers before 5.18.
 
-    The forward hook `_drop_features` restores the method.
+    The forward hook `_drop_features` restores ``get_image_features``.
     """
     features = kwargs.pop("mm_encoder_outputs", None)
     if features is not None:
         output = features["image"]
-        # Pass any tensor as pixels. The forward method uses images only if it gets pixels, but no code reads their values.
+        # Pass any tensor as pixels. The forward method uses images only if it gets pixels, but the pixel values are not read.
         kwargs["pixel_values"] = output.pooler_output[0]
         base.get_image_features = lambda *_, **__: output
     return args, kwargs
@@ -318,8 +324,8 @@ def _drop_features(base: nn.Module, *_: object) -> None:
 def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Return features for prepared images, computed on fake tensors.
 
-    Some towers need the values of tensors, so that they cannot run on fake tensors. For them, a tensor with as many
-    elements as the saved activations is returned.
+    Some towers cannot run on fake tensors, because they read the values of tensors. For such towers, the result is a tensor
+    with as many elements as the saved activations.
 
     Args:
         model: Model with fake tensors as parameters.
@@ -337,12 +343,12 @@ def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch
 
 
 def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
-    """Return the number of activation elements that the tower saves. The number is computed from the config as patches
-    x width x layers.
+    """Return the number of activation elements that the tower saves. It is computed from the config as patches x width x
+    layers.
 
-    For each patch, a layer with checkpointing saves its input. Other trained layers save about 8 widths and 2 inner
-    widths, and frozen layers save nothing. In addition, the layer that is being computed needs 8 widths and 2 inner
-    widths.
+    For each patch, a layer with checkpointing saves its input. A trained layer without checkpointing saves about 8 widths
+    and 2 inner widths. A frozen layer saves nothing. In addition, the layer that is being computed needs 8 widths and 2
+    inner widths.
     """
     config, trained = model.config.vision_config, any(one.requires_grad for one in tower_parameters(model).values())
     width = getattr(config, "embed_dim", None) or config.hidden_size
@@ -358,8 +364,8 @@ def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
 
 
 def _flat(features: Any) -> Tensor:
-    """Flatten features to ``(tokens, H)``. The features are a list with one entry per image or row, or a tensor
-    ``(N, tokens, H)``.
+    """Flatten features to ``(tokens, H)``. ``features`` is a tensor ``(N, tokens, H)``, or a list with one tensor per image
+    or row.
     """
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
@@ -372,7 +378,7 @@ def probe_pictures(processor: PictureProcessor) -> list[Picture]:
 
 
 def plain_inputs(model: nn.Module, sequence: Tensor, row: Row, index: int) -> dict[str, Tensor]:
-    """Return the processor's inputs for one sequence ``(1, T)``, which is the prompt of a row with its completion ``index``."""
+    """Return the processor's inputs for one sequence ``(1, T)``: the prompt of a row and its completion ``index``."""
     encoder = picture_encoder(model)
     segments = [*row.pictures[:1], *row.pictures[index + 1 : index + 2]]
     pictures = [image.picture for segment in segments for image in segment]
@@ -382,17 +388,17 @@ def plain_inputs(model: nn.Module, sequence: Tensor, row: Row, index: int) -> di
 
 
 def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
-    """Return the inputs that ``generate`` needs in addition to token ids: features, and the token types of the model
+    """Return the inputs that ``generate`` needs in addition to token ids: image features, and the token types of the model
     family.
 
     Args:
         model: Model prepared with `install_pictures`.
-        ids: ``(B, T)`` token ids of all rows, padded on the left.
+        ids: Token ids ``(B, T)`` of all rows, padded on the left.
         placed: Images of each row. If an image occurs several times, it is encoded once.
 
     Raises:
-        ModelError: The model was not prepared for images. PT-G011: a row's number of placeholders differs from the number that
-            its images need.
+        ModelError: The model was not prepared for images, or a row has another number of placeholders than its images need
+            (PT-G011).
     """
     encoder = picture_encoder(model)
     if encoder is None:
@@ -404,7 +410,8 @@ def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Plac
             f"PT-G011: prompts have {at_pictures.sum(1).tolist()} image placeholders, but their images need {wanted}."
         )
     if processor.family.cross or processor.family.whole or not _accepts_features(inner):
-        # The model encodes images itself. In families with cross-attention, all rows of a call have the same number of images.
+        # The model encodes images itself. In families with cross-attention, all rows of a call have the same number of
+        # images.
         return encoder.whole(inner, ids, placed) | processor.token_types(ids, ids.shape[1])
     flat = [image for row in placed for image in row]
     inputs = encoder.inputs(inner, flat) | processor.token_types(ids, ids.shape[1])
@@ -422,14 +429,14 @@ def for_tower(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def tower_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of tower and projector by name. These are all parameters outside of the text model and its
-    head.
+    """Return the parameters of vision tower and projector by name. These are all parameters that do not belong to the text
+    model and its head.
     """
     return {name: one for name, one in causal_lm(model).named_parameters() if not _of_text(name)}
 
 
 def _tower(model: nn.Module) -> Iterator[nn.Module]:
-    """Return the modules of tower and projector."""
+    """Return the modules of vision tower and projector."""
     return (module for name, module in causal_lm(model).named_modules() if name and not _of_text(name))
 
 
@@ -438,9 +445,9 @@ def _of_text(name: str) -> bool:
 
 
 def frozen_parameters(model: nn.Module, choice: Any, *, images: bool) -> dict[str, nn.Parameter]:
-    """Return the parameters of tower and projector that are frozen, by name.
+    """Return the parameters of vision tower and projector that will be frozen, by name.
 
-    These are the parameters that ``choice`` freezes and the parameters on which the loss does not depend.
+    These are the parameters that ``choice`` freezes, and the parameters that do not influence the loss.
 
     Args:
         model: Model without wrappers.
@@ -485,8 +492,8 @@ def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> 
 def freeze_tower(
     model: nn.Module, config: PretrainedConfig, choice: object, *, images: bool
 ) -> tuple[Any, list[nn.Parameter]]:
-    """Apply ``freeze_vision``: freeze `frozen_parameters`, and restrict an adapter config with `adapter_of_text`. Return the
-    config and the frozen parameters.
+    """Apply the option ``freeze_vision``: freeze `frozen_parameters`, and restrict the adapter config with
+    `adapter_of_text`. Return the adapter config and the frozen parameters.
     """
     config = adapter_of_text(model, config, choice)
     frozen = list(frozen_parameters(model, choice, images=images).values())
@@ -500,14 +507,14 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
     """Prepare a model for batches with images. Return its image encoder.
 
     Args:
-        model: Model with a vision tower, wrapped or not.
-        processor: The model's `transformers` processor.
-        cache_bytes: See `PictureEncoder`.
+        model: Model with a vision tower, with or without wrappers.
+        processor: Processor of `transformers` for this model.
+        cache_bytes: Size of the feature cache in bytes.
 
     Raises:
-        ModelError: Processor and model do not match (PT-G004): their family, their placeholder, or the number of
-            features per image differs. The error is also raised for an unknown family if packed rows with images give
-            other results than the processor's own inputs.
+        ModelError: PT-G004: processor and model differ in their family, their placeholder, or the number of features per
+            image. The error is also raised for an unknown family if packed rows with images give other results than the
+            processor's own inputs.
     """
     inner: Any = causal_lm(model)
     installed = picture_encoder(inner)
@@ -542,9 +549,9 @@ def refuse_skipped_layers(model: nn.Module, accelerator: Accelerator) -> None:
     """Raise an error if a pass without images on one process could make other processes wait forever.
 
     Raises:
-        ModelError: The model has cross-attention to images (Mllama) and its parameters are sharded. A process without
-            images would then skip layers that other processes gather. The error is also raised if the model encodes
-            images itself and its tower is sharded or trained.
+        ModelError: The model has cross-attention to images (Mllama) and sharded parameters. A process without images would
+            then skip layers that other processes gather. The error is also raised if the model encodes images itself and
+            its tower is sharded or trained.
     """
     encoder = picture_encoder(model)
     if encoder is None or accelerator.num_processes == 1:
@@ -561,18 +568,18 @@ def refuse_skipped_layers(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> PassInputs:
-    """Return positions, bidirectional blocks and image features of a batch. A batch without images gets the positions
-    of text.
+    """Return positions, bidirectional blocks and image features of a batch. For a batch without images, return the positions
+    of its text.
 
     Args:
         model: Model prepared with `install_pictures` if the batch has images.
         batch: Batch of whole rows.
-        columns: Columns whose features this pass needs. Positions and blocks are always for whole rows. None: all
-            columns.
+        columns: Columns whose image features this pass needs. Positions and blocks are always returned for whole rows.
+            None: all columns.
 
     Raises:
-        ModelError: The batch has images, but the model was not prepared for images. PT-G011: the number of placeholders
-            differs from the number that the images need.
+        ModelError: The batch has images, but the model was not prepared for images. The error is also raised if the number
+            of placeholders differs from the number that the images need (PT-G011).
     """
     encoder, placed = picture_encoder(model), [one for *_, one in batch.pictures]
     if encoder is None:
@@ -619,9 +626,9 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> PassIn
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
     spans = block_spans(batch, at_pictures, family.block) if family.block != "none" else None
     kept = None
-    # Call nonzero() only if it is needed, because it waits for the device.
+    # Call nonzero() only for a part of the columns, because it waits for the device.
     if columns is not None:
-        where = at_pictures.nonzero()[:, 1]  # (sum of tokens,) in the order of the features
+        where = at_pictures.nonzero()[:, 1]  # (sum of tokens,), in the order of the features
         kept = (where >= columns.start) & (where < columns.stop)
     return PassInputs(positions, spans, lambda inner: encoder.inputs(inner, placed, kept))
 
@@ -629,11 +636,11 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> PassIn
 def prompt_view(
     model: nn.Module, ids: Tensor, lengths: Sequence[int], placed: Sequence[Sequence[Placed]]
 ) -> PassInputs:
-    """Return the `PassInputs` of a pass over prompts, one prompt per row.
+    """Return the `PassInputs` of a pass over prompts. Each row contains one prompt.
 
     Args:
         model: Model prepared with `install_pictures`.
-        ids: ``(P, T)``, padded on the right.
+        ids: Token ids ``(P, T)``, padded on the right.
         lengths: Number of tokens of each prompt.
         placed: Images of each prompt.
     """
@@ -647,7 +654,7 @@ def prompt_view(
 
 
 def grid_positions(batch: Batch) -> Tensor:
-    """Return the positions ``(3, B, T)`` in time, height and width.
+    """Return the positions of all tokens in time, height and width, ``(3, B, T)``.
 
     An image advances positions by its longer side. The positions of a branch continue from the end of its prefix.
 
@@ -665,12 +672,11 @@ def grid_positions(batch: Batch) -> Tensor:
 
 
 def block_spans(batch: Batch, placeholders: Tensor, block: str) -> Tensor:
-    """Return the index ``(B, T)`` of each token's bidirectional block. The index is -1 for a token outside of all
-    blocks.
+    """Return the index of each token's bidirectional block, ``(B, T)``. Tokens outside of all blocks have the index -1.
 
     Args:
         batch: Packed batch.
-        placeholders: ``(B, T)`` bool mask of image placeholders.
+        placeholders: Bool mask ``(B, T)`` of image placeholders.
         block: "image": adjacent placeholders are one block. "prompt": each prompt is one block.
     """
     if block == "prompt":

@@ -1,4 +1,4 @@
-"""Images of dataset rows: how they are stored and read, and how messages refer to them."""
+"""Images of dataset rows: `Picture` reads and stores an image, and further functions connect images with messages."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from posttrain.integrations import require
 
 logger = logging.getLogger(__name__)
 
-# Keys of a content block under which an image may be stored.
+# Keys of a content block whose value may be an image.
 ALIASES = ("image", "image_url", "image_pil", "path", "url", "base64", "bytes")
 # Image modes with more than 8 bits per channel. Image processors would convert such images to black, white or noise.
 WIDE = ("F", "I")
 OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")  # Image modes that the PNG format supports.
-# File formats that may be opened. For others, PIL may start an external program (e.g. Ghostscript for EPS).
+# File formats that may be opened. For other formats, PIL may start an external program, e.g. Ghostscript for EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 ORIENTATION = 274  # Number of the EXIF tag for the orientation.
-TURNED = (5, 6, 7, 8)  # Values of the EXIF orientation with which width and height are swapped.
+TURNED = (5, 6, 7, 8)  # Values of the EXIF orientation that swap width and height.
 THUMBNAIL = 64  # Maximum number of pixels per side of a thumbnail.
 Background = Literal["white", "black"]
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image of rows and batches. The object holds encoded bytes, a path or the user's PIL image, but no prepared
+    """An image in dataset rows and batches. It contains encoded bytes, a path or the user's PIL image, but no prepared
     pixels.
 
     Attributes:
-        digest: Hash with 32 hexadecimal digits of the encoded bytes, or of mode, size and pixels. Two images are equal
-            if their digest and their background are equal.
-        size: Width and height in pixels that the model receives: after EXIF rotation, or the size that was passed to
-            `resized`.
+        digest: Hash with 32 hexadecimal digits. It is computed from the encoded bytes, or from mode, size and pixels of a
+            PIL image. Two images are equal if their digest and their background are equal.
+        size: Width and height, in pixels, of the image that the model receives. This is the size after EXIF rotation, or
+            the size that was passed to `resized`.
         source: Encoded bytes, a path, or a PIL image.
         background: Color behind transparent pixels.
         where: Row and column of the image, for error messages.
@@ -67,7 +67,7 @@ class Picture:
             upright = ops.exif_transpose(opened)
             image = _rgb(upright, self.background)
             return image if image.size == self.size else image.resize(self.size)
-        # The decoder of each format raises its own types of exceptions, so catch all.
+        # Decoders raise exceptions of many types, so catch all.
         except Exception as error:
             raise DataError(
                 f"{self.where}: the image cannot be read (PT-G003): {type(error).__name__}: {error}. Fix: write the "
@@ -75,7 +75,7 @@ class Picture:
             ) from error
 
     def opened(self) -> Any:
-        """Return an upright PIL image in its own mode. The image's pixels are decoded on first access."""
+        """Return an upright PIL image in the mode of the file. The image's pixels are decoded on first access."""
         source = self.source
         if isinstance(source, str):
             # Read the whole file now, so that it does not stay open.
@@ -83,7 +83,7 @@ class Picture:
                 source = file.read()
         image = open_source(source)
         turned = image.getexif().get(ORIENTATION, 1) != 1
-        # exif_transpose copies the image, so call it only if the image is rotated.
+        # Call exif_transpose only if the image is rotated, because it copies the image.
         return require("PIL.ImageOps", "reading images").exif_transpose(image) if turned else image
 
     def encoded(self) -> Picture:
@@ -105,7 +105,7 @@ class Picture:
             return file.read()
 
     def resized(self, size: tuple[int, int]) -> Picture:
-        """Return a copy with another width and height. The pixels are resized when the copy is loaded. Its digest is new."""
+        """Return a copy with another size and a new digest. Pixels are resized when the copy is loaded."""
         if size == self.size:
             return self
         digest = hashlib.blake2b(f"{self.digest} {size}".encode(), digest_size=16).hexdigest()
@@ -118,7 +118,7 @@ class Picture:
         return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
     def thumbnail(self) -> str:
-        """Return a ``data:`` URL with a JPEG of at most 64 pixels per side. It takes about 2 kB."""
+        """Return a ``data:`` URL with a JPEG of at most 64 pixels per side. The URL has about 2 kB."""
         image, buffer = self.load(), io.BytesIO()
         image.thumbnail((THUMBNAIL, THUMBNAIL))
         image.save(buffer, format="JPEG", quality=80)
@@ -135,9 +135,9 @@ class Placed:
 
     Attributes:
         picture: The image.
-        start: Index of its first placeholder in the token ids of its prompt or completion.
-        count: Number of its placeholders. Markers between placeholders are not counted.
-        grid: Numbers of patches by time, height and width after merging, for three-dimensional positions. None: plain
+        start: Index of the image's first placeholder in the token ids of the prompt or completion.
+        count: Number of the image's placeholders. Markers between placeholders are not counted.
+        grid: Number of patches in time, height and width after merging, for three-dimensional positions. None: one-dimensional
             positions.
     """
 
@@ -148,8 +148,8 @@ class Placed:
 
     @property
     def offset(self) -> int:
-        """Difference that this image adds between position and index of the text after it. An image advances positions
-        by its longer side.
+        """Amount by which this image shifts the positions of later text relative to token indices. Positions advance by the
+        longer side of the image, and indices advance by ``count``.
         """
         return max(self.grid[1:]) - self.count if self.grid else 0
 
@@ -173,12 +173,12 @@ class Placed:
 def read_picture(
     value: object, where: str = "", background: Background = "white", most_pixels: int | None = None
 ) -> Picture:
-    """Create a `Picture` from any form that is accepted. Only the header of the image is read, which takes about 0.3
+    """Create a `Picture` from an image in any accepted form. Only the header of the image is decoded, which takes about 0.3
     ms.
 
     Args:
         value: A PIL image, encoded bytes, a dict with ``bytes`` and ``path``, a path, a ``data:`` or ``file:`` URL, or
-            uint8 pixels ``(H, W)``, ``(H, W, 3)`` or ``(H, W, 4)`` (for torch also ``(C, H, W)``). A `Picture` is
+            uint8 pixels ``(H, W)``, ``(H, W, 3)`` or ``(H, W, 4)`` (a torch tensor may also be ``(C, H, W)``). A `Picture` is
             returned unchanged.
         where: Row and column of the image, for error messages.
         background: Color behind transparent pixels.
@@ -244,7 +244,7 @@ def _digest(source: Any) -> str:
 
 
 def _rgb(image: Any, background: Background) -> Any:
-    """Convert a PIL image to RGB. Transparent pixels get the background color, and not the color that is stored for them."""
+    """Convert a PIL image to RGB. Transparent pixels get the background color instead of the color that is stored for them."""
     if image.has_transparency_data:
         image = image.convert("LA") if image.mode == "La" else image
         image = image.convert("RGBA")
@@ -311,19 +311,19 @@ def conversation_pictures(
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """Separate messages from their images. Return messages with empty image blocks, and the images in reading order.
 
-    A block is empty if it has no image, or if its image is None (Arrow adds None for keys that other blocks have). If
-    no block is empty, one block per image in ``images`` is added before the text of the first user message.
+    A block is empty if it has no image, or if its image is None. (Arrow adds None for keys that occur in other blocks.) If
+    no block is empty, one block per image in ``images`` is inserted before the text of the first user message.
 
     Args:
         messages: Messages with text or blocks as content.
-        images: Images for the empty blocks. None: there are none.
+        images: Images for the empty blocks, in reading order. None: there are no images.
 
     Returns:
         Messages whose blocks are ``{"type": "image"}`` or ``{"type": "text", "text": ...}``, and one image per image
         block.
 
     Raises:
-        DataError: A block has another type, or the number of empty blocks differs from the number of images.
+        DataError: A block is neither text nor an image, or the number of empty blocks differs from the number of images.
 
     >>> conversation_pictures([{"role": "user", "content": "What is it?"}], ["cat"])
     ([{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]}], ['cat'])
@@ -356,7 +356,7 @@ def conversation_pictures(
     return converted, [next(filling) if picture is None else picture for picture in pictures]
 
 
-NOTHING: Any = object()  # Marks a text block, which cannot have an image.
+NOTHING: Any = object()  # Marker for a text block, because a text block cannot have an image.
 
 
 def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
@@ -395,12 +395,13 @@ def filled(messages: Sequence[Mapping[str, Any]], images: Iterable[Any]) -> list
 
 
 def observed_blocks(output: object, where: str, background: Background) -> list[dict[str, Any]]:
-    """Convert the output of a tool or an environment, a PIL image or a list of blocks, to text and image blocks.
+    """Convert the output of a tool or an environment to text and image blocks. The output is a PIL image or a list of blocks.
 
     Images are encoded immediately, because the tool may change the image object later.
 
     Raises:
-        DataError: The output is not a list of blocks, a block has another type or no image, or an image cannot be read.
+        DataError: The output is not a list of blocks, a block is neither text nor an image, an image block is empty, or an
+            image cannot be read.
     """
     content = output if isinstance(output, list) else [{"type": "image", "image": output}]
     if not all(isinstance(block, Mapping) for block in content):
@@ -410,25 +411,25 @@ def observed_blocks(output: object, where: str, background: Background) -> list[
 
 
 def with_opened(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in which images are PIL images, which are decoded on access."""
+    """Return messages in which each image is a PIL image. Its pixels are decoded on access."""
     blocks, pictures = conversation_pictures(messages)
     return filled(blocks, [picture.opened() for picture in pictures])
 
 
 def png_addresses(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the images of messages in order, each as a ``data:`` URL of a PNG file."""
+    """Return the images of messages in reading order. Each image is a ``data:`` URL with a PNG file."""
     images = [read_picture(value, "an image of a prompt").load() for value in conversation_pictures(messages)[1]]
     files = [read_picture(image).file_bytes() for image in images]
     return [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in files]
 
 
 def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in which image blocks contain no image, for tables."""
+    """Return messages in which image blocks are empty. Tables of completions use such messages."""
     return _with_blocks(messages, lambda b: {"type": "image"} if b.get("type") in PICTURE_BLOCKS else b)
 
 
 def _with_blocks(messages: Sequence[Mapping[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Return messages in which ``change`` was applied to each block. Text content is not changed."""
+    """Apply ``change`` to each content block of the messages. Content that is a string is not changed."""
     return [
         {**m, "content": list(map(change, m["content"]))} if isinstance(m.get("content"), list) else dict(m)
         for m in messages
@@ -438,7 +439,9 @@ def _with_blocks(messages: Sequence[Mapping[str, Any]], change: Callable[[Any], 
 # A small cache is enough, because the tests of all models and processors use the same few images.
 @functools.lru_cache(maxsize=8)
 def shaded(size: tuple[int, int], *, turned: bool = False) -> Picture:
-    """Create an image with a gradient from black to white, vertical or horizontal."""
+    """Create a test image with a gradient from black to white. The gradient is vertical, or horizontal if ``turned`` is
+    True.
+    """
     shade = require("PIL.Image", "reading images").linear_gradient("L")
     image = (shade.rotate(90) if turned else shade).resize(size).convert("RGB")
     return read_picture(image, f"a shaded picture of {size}")

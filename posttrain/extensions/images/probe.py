@@ -1,4 +1,4 @@
-"""`prove_pictures`: find how packed rows with images give the same results as an unknown family's own processor."""
+"""`prove_pictures`: find settings of an unknown model family with which packed rows match the results of its processor."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# If the image changes, log-probs must change by more than this multiple of the tolerance.
+# Changing the images must change log-probs by more than this multiple of the tolerance.
 REACH = 0.1
 
 
 @torch.no_grad()
 def prove_pictures(model: nn.Module) -> None:
-    """Find, for an unknown model family, positions and attention blocks that give the same results as its processor's inputs.
+    """Find, for an unknown model family, positions and attention blocks with which packed rows give correct log-probs.
+
+    Log-probs are correct if they equal the results of the model's forward method for the processor's own tensors.
 
     Args:
         model: Model prepared with `install_pictures`, without wrappers.
 
     Raises:
-        ModelError: No choice gives the same results. The message contains the error of each choice.
+        ModelError: No choice of settings gives correct log-probs. The message contains the error of each choice.
     """
     reader, faults = picture_encoder(model).processor, []
     orders = dict.fromkeys((reader.family.positions, "plain"))
@@ -46,8 +48,8 @@ def prove_pictures(model: nn.Module) -> None:
             reader.family = replace(reader.family, **choice)
             try:
                 fault = _picture_fault(model, reader)
-            # Any exception means that this variant is not supported, e.g. because the forward method does not accept image
-            # features.
+            # Any exception means that the model does not support this choice, e.g. because its forward method does not
+            # accept image features.
             except Exception as error:
                 fault = f"{type(error).__name__}: {error}"
             if not fault:
@@ -70,9 +72,9 @@ def prove_pictures(model: nn.Module) -> None:
 
 
 def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
-    """Return why padded rows with images give different results from separate sequences, or "" if results agree.
+    """Return why rows with images give other log-probs than separate sequences. Return "" if the log-probs agree.
 
-    A separate sequence is the processor's output for its text and images, passed to the model's own forward method.
+    For a separate sequence, the processor's output for the text and its images is passed to the model's own forward method.
     """
     share, mark, (first, second, _) = tolerance_of(model), reader.placeholder, probe_pictures(reader)
     # Separate adjacent placeholders if the processor treats them as one image (see `PictureProcessor.place`).
@@ -85,7 +87,7 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
             inputs = _own_inputs(reader, text + answer, pictures)
             if ids != inputs["input_ids"][0].tolist():
                 return f"the processor returns {inputs['input_ids'].shape[1]} tokens, but {len(ids)} were expected"
-            # The prompt ends after the first image, so further images are in the answer.
+            # End the prompt after the first image. All further images are then in the answer.
             start = placed[0].start + placed[0].count if placed else 1
             after = [replace(one, start=one.start - start) for one in placed[1:]]
             judged = [int(token != reader.token_id) for token in ids[start:]]
@@ -102,21 +104,22 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
     real, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
     padded = packed_logps(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
     gap, reach = (float((one - real).abs().max()) for one in (padded, other))
-    # The comparison is only meaningful if changing the images changes log-probs by more than the two computations differ.
+    # If the model ignored its images, the log-probs would agree in any case. Therefore, exchanging the images must change
+    # log-probs by much more than the difference between rows and separate sequences.
     if not (fault := disagreement(padded, real, share)) and reach <= max(10 * gap, share * REACH):
         return f"PT-G005: other images change log-probs by {reach:.2g}, and rows differ from sequences by {gap:.2g}"
     return fault
 
 
 def _own_inputs(reader: PictureProcessor, text: str, pictures: Sequence[Picture]) -> dict[str, Tensor]:
-    """Return the processor's inputs for a text with one placeholder per image."""
+    """Return the processor's output for a text with one placeholder per image, without attention mask and labels."""
     images = [[picture.load() for picture in pictures]] if pictures else None
     inputs = reader.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
     return {name: value for name, value in inputs.items() if name not in ("attention_mask", "labels")}
 
 
 def _own_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the log-probs ``(T - 1,)`` of all tokens of a sequence except the first, from the model's own forward method."""
+    """Return the log-probs of a sequence from the model's own forward method, without the first token: ``(T - 1,)``."""
     ids = inputs["input_ids"][0]
     logits = model(**for_tower(model, inputs), use_cache=False).logits[0].float().cpu()
     return torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]

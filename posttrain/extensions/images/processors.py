@@ -1,4 +1,6 @@
-"""Processors of vision-language models. They convert text with images to token ids and positions, and images to tensors."""
+"""Processors of vision-language models. They convert text with images to token ids and image positions, and images to
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +35,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Properties of a family of models that use the same processor.
+    """Properties of a family of models. All models of a family use the same processor class.
 
     Attributes:
-        models: Model types in the configs of these models. If empty, the types are unknown, and the model is tested
+        models: Model types, as in the configs of these models. If empty, the types are unknown, and the model is tested
             with images before training.
-        tiled: Whether the tensors of an image have the shape ``(1, tiles, ...)``. Several images are then concatenated
-            along the dimension of tiles, otherwise along the first dimension.
-        positions: ``grid`` for three-dimensional rotary positions (time, height, width), otherwise ``plain``.
-        types: Name of the model's argument for token types. Token types are 1 for placeholders (PaliGemma: after the
-            prompt). None: the model has no such argument.
-        block: Tokens that attend to each other in both directions: the placeholders of one ``image``, the whole
-            ``prompt``, or none.
-        cross: Whether text attends to image features by cross-attention, without placeholders for each feature. Text
-            before the first image then attends to all images of its row, so that each tree needs its own pass.
-        whole: Whether the model's forward method receives the processor's tensors of all images, instead of image
-            features. Each sequence is then a padded row, and its images are encoded in the same pass.
+        tiled: Whether the tensors of an image have the shape ``(1, tiles, ...)``. The tensors of several images are then
+            concatenated along the tiles, otherwise along the first dimension.
+        positions: ``grid`` for three-dimensional rotary positions (time, height, width), ``plain`` for one-dimensional
+            positions.
+        types: Name of the forward method's argument for token types. A token type is 1 for image placeholders, else 0. In
+            PaliGemma, it is 1 for tokens after the prompt. None: the model has no such argument.
+        block: Tokens that attend to each other in both directions. ``image``: the placeholders of one image. ``prompt``:
+            all tokens of a prompt. ``none``: no tokens.
+        cross: Whether text attends to image features by cross-attention, with one placeholder per image. Text before the
+            first image then attends to all images of its row, so each prefix tree needs its own pass.
+        whole: Whether the forward method receives the processor's tensors of all images instead of image features. Each
+            sequence is then a padded row, and its images are encoded in the same pass.
     """
 
     models: tuple[str, ...]
@@ -61,15 +64,15 @@ class Family:
 
     @property
     def several_turns(self) -> bool:
-        """Whether earlier turns stay unchanged when a later turn adds images."""
+        """Whether the computation of earlier turns stays unchanged when a later turn adds images."""
         return self.block != "prompt" and not self.cross
 
 
 # First version of transformers in which processors return the placeholders of every image.
 OLDEST = Version("5.15")
 KINDS = "mm_token_type_ids"
-# Model families by the class of their processor. Tests with tiny models of each family show that log-probs and gradients of a
-# prefix tree equal those of separate sequences.
+# Model families by the class of their processor. Tests with tiny models of each family compare log-probs and gradients of a
+# prefix tree with those of separate sequences.
 FAMILIES = {
     "Qwen2VLProcessor": Family(("qwen2_vl",), positions="grid", types=KINDS),
     "Qwen2_5_VLProcessor": Family(("qwen2_5_vl",), positions="grid", types=KINDS),
@@ -83,22 +86,22 @@ FAMILIES = {
     "InternVLProcessor": Family(("internvl",)),
     "MllamaProcessor": Family(("mllama",), tiled=True, cross=True),
 }
-# Matches special tokens for images and for their markers. If a user's text contained such a token, the model's input would
+# Matches special tokens for images and for image markers. If a user's text contained such a token, the model's input would
 # change.
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
 GRID, PARTS, PARTS_ASKED = "image_grid_thw", "text_replacement_offsets", "return_text_replacement_offsets"
-# Keys of a processor's output that belong to the text or to a loss instead of images.
+# Keys of a processor's output that belong to the text or to the loss, and not to the images.
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", KINDS, "labels", PARTS, "cross_attention_mask"}
 TEXT_KEYS |= {"num_crops", "num_patches", "num_tiles", "rows", "cols"}
-# Size (width, height) of a test image that processors with tiles split. It is a multiple of the patch size, for processors that
-# do not resize.
+# Size (width, height) of a test image. The size is so large that processors with tiles split it. It is a multiple of the
+# patch size, because some processors do not resize images.
 LARGE = (1568, 1120)
-REMEMBERED = 4096  # Number of image sizes for which the expansion of the placeholder is cached.
+REMEMBERED = 4096  # Maximum number of image sizes whose placeholder expansion is cached.
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The text that a processor writes for an image of one size, and the corresponding fields of `Placed`."""
+    """Text that a processor writes for an image of one size, with the fields ``count`` and ``grid`` of `Placed`."""
 
     text: str = field(repr=False)
     count: int
@@ -106,8 +109,8 @@ class Expansion:
 
 
 def _marker() -> Any:
-    """Return transformers' function that marks control tokens in user text. Return None in older versions, where such
-    text is an error.
+    """Return transformers' function that marks control tokens in user text. Return None if the installed version lacks
+    this function. Control tokens in user text are then an error.
     """
     from transformers.utils import chat_template_utils
 
@@ -115,10 +118,9 @@ def _marker() -> Any:
 
 
 class PictureProcessor:
-    """Wraps a processor of `transformers` for training. The wrapper converts one segment of text, and one image, at a
-    time.
+    """Wraps a processor of `transformers` for training. It converts one segment of text at a time and one image at a time.
 
-    Each image is prepared alone, so that the result does not depend on other rows of the pass.
+    Each image is prepared separately, so the result does not depend on other rows of the pass.
 
     Args:
         processor: Processor with a tokenizer and an image processor.
@@ -129,14 +131,14 @@ class PictureProcessor:
         background: Color behind transparent pixels.
 
     Raises:
-        ModelError: The processor's family is unknown, and cannot be inferred from its output. The error is also raised
-            if the installed transformers is too old for images.
+        ModelError: The installed transformers is too old for images, or the processor's family is unknown and cannot be
+            inferred from its output.
 
     Attributes:
         family: See `Family`.
-        token_id: Id of the placeholder that image features replace.
+        token_id: Token id of the placeholder whose embedding is replaced with image features.
         resized: Number of prompt images that have been resized.
-        sanitized: Number of strings in user text that look like a placeholder and were kept as text.
+        sanitized: Number of strings in user text that look like a placeholder or marker and were kept as text.
     """
 
     def __init__(
@@ -177,8 +179,8 @@ class PictureProcessor:
 
     @functools.cached_property
     def controls(self) -> dict[str, int]:
-        """Ids of placeholders and markers of images, by token. These ids are never sampled, have no loss, and are not
-        accepted in user text.
+        """Mapping from the placeholders and markers of images to their token ids. These ids are never sampled and do not
+        contribute to the loss. User text must not contain them.
         """
         added = self.tokenizer.added_tokens_decoder
         named = {token.content: index for index, token in added.items() if CONTROL.search(token.content)}
@@ -199,7 +201,7 @@ class PictureProcessor:
             )
 
     def observed(self, output: object, where: str) -> list[dict[str, Any]]:
-        """Convert the output of a tool or an environment to content blocks; see `observed_blocks`."""
+        """Convert the output of a tool or an environment to content blocks. See `observed_blocks`."""
         return observed_blocks(output, where, self.background)
 
     def conversation(
@@ -209,7 +211,7 @@ class PictureProcessor:
 
         Args:
             messages: Messages of a conversation.
-            ids_of: See `encode`.
+            ids_of: Function that converts the rendered text to token ids.
             options: Arguments of the chat template.
         """
         blocks, shown = conversation_pictures(messages)
@@ -217,17 +219,15 @@ class PictureProcessor:
         return text, self.encode(text, pictures, ids_of=ids_of)[0], pictures
 
     def never(self, vocabulary: int) -> list[int]:
-        """Return the ids below ``vocabulary`` that must not be sampled. These are the placeholders and markers of
-        images.
-        """
+        """Return the ids below ``vocabulary`` that must not be sampled: the ids of placeholders and markers of images."""
         return sorted(token for token in {*self.controls.values(), self.token_id} if token < vocabulary)
 
     # Text to ids -------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def escapes(self) -> bool:
-        """Whether placeholders and markers in user text can be kept as text. This is tested with one conversation that
-        contains all of them.
+        """Whether placeholders and markers in user text can be kept as text. The result is determined with a test
+        conversation that contains all placeholders and markers.
         """
         if _marker() is None:
             return False
@@ -243,7 +243,7 @@ class PictureProcessor:
         return same and typed in self.tokenizer.decode(hostile)
 
     def _template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Apply the chat template to messages in which the `controls` in user text are marked."""
+        """Mark the `controls` in user text, then apply the chat template to the messages."""
         if (mark := _marker()) is not None:
             words = re.compile("|".join(map(re.escape, sorted(self.controls, key=len, reverse=True))))
             messages = [{**message, "content": mark(message.get("content"), words)} for message in messages]
@@ -251,14 +251,14 @@ class PictureProcessor:
 
     @functools.cached_property
     def _mark(self) -> str:
-        """Marker that `transformers` puts before a user's string to keep it as text. If `transformers` has no such
+        """Marker that `transformers` puts before a user's string to keep it as text. If the installed version has no such
         marker, the value is a string that never occurs.
         """
         mark = _marker()
         return "\0" if mark is None else mark("x", re.compile("x"))[0]
 
     def escaped(self, text: str) -> int:
-        """Return the number of strings in a rendered text that look like a placeholder or marker but are kept as text."""
+        """Return how many strings in a rendered text look like a placeholder or marker but are kept as text."""
         return text.count(self._mark)
 
     def places(self, text: str) -> int:
@@ -268,10 +268,11 @@ class PictureProcessor:
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Apply the processor's chat template to messages with empty image blocks.
 
-        If the family supports it, placeholders and markers in user text are kept as text (`escaped` counts them).
+        If `escapes` is True, placeholders and markers in user text are kept as text. `escaped` counts them.
 
         Raises:
-            DataError: Such text cannot be kept, or the template omits image blocks.
+            DataError: User text contains a placeholder or marker that cannot be kept as text, or the template omits image
+                blocks.
         """
         self.refuse_controls(messages)
         text = self._template(messages, **options)
@@ -286,8 +287,8 @@ class PictureProcessor:
         return text
 
     def refuse_controls(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise an error for user text that contains a placeholder or marker, unless it can be kept as text
-        (`escapes`).
+        """Raise an error for user text that contains a placeholder or marker. Do nothing if `escapes` is True, because such
+        text is then kept as text.
 
         Raises:
             DataError: PT-G008. The message contains the role and the string.
@@ -313,17 +314,18 @@ class PictureProcessor:
         prompt: bool = False,
         ids_of: Callable[[str], list[int]] | None = None,
     ) -> tuple[list[int], list[Placed]]:
-        """Convert text to token ids in which every placeholder is expanded. Return the ids and the positions of the
+        """Convert text to token ids, in which every placeholder is expanded. Return the token ids and the positions of the
         images.
 
         Args:
             text: Text with one placeholder per image.
             pictures: Images in reading order.
-            prompt: Whether the text is a whole prompt. PaliGemma ends a prompt in a special way.
+            prompt: Whether the text is a whole prompt. In PaliGemma, a prompt has a bos token after its images and a line
+                break at its end.
             ids_of: Function that converts text to ids. None: the method `ids`.
 
         Raises:
-            DataError: The numbers of placeholders and images differ, or two images have no token between them.
+            DataError: The number of placeholders differs from the number of images, or two images have no token between them.
         """
         if self.places(text) != len(pictures):
             raise DataError(
@@ -331,7 +333,8 @@ class PictureProcessor:
                 "images. Fix: use one placeholder per image."
             )
         if prompt and self.family.block == "prompt":
-            # Find the end of the last image. Placeholders that a user typed are marked, so they do not count.
+            # Find the end of the last image's placeholder. Placeholders that a user typed are marked, so the pattern
+            # excludes them.
             shown = [match.end() for match in re.finditer(f"(?<!{self._mark}){re.escape(self.placeholder)}", text)]
             end = shown[-1] if pictures else 0
             text = f"{text[:end]}{self.tokenizer.bos_token}{text[end:]}\n"
@@ -349,8 +352,8 @@ class PictureProcessor:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def collapsed(self, ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
-        """Return the ids of `encode` with one placeholder per image, for engines that expand
-        placeholders themselves.
+        """Return the token ids of `encode` with one placeholder per image. Engines that expand placeholders themselves need
+        this form.
         """
         collapsed_ids: list[int] = []
         at, single = 0, int(self.tokenizer.convert_tokens_to_ids(self.placeholder))
@@ -375,8 +378,7 @@ class PictureProcessor:
                 f"{[expansion.count for expansion in expansions]}. Fix: use a larger max_length, or smaller images."
             )
         placed, first = [], 0
-        # In these families, placeholders without a token between them count as one image, because of rotary positions or
-        # attention.
+        # In these families, adjacent placeholders are treated as one image, because of rotary positions or attention.
         runs = self.family.positions == "grid" or (self.family.block == "image" and self.family.models)
         for picture, expansion in zip(pictures, expansions, strict=True):
             if runs and first and at[first] == at[first - 1] + 1:
@@ -388,15 +390,15 @@ class PictureProcessor:
         return placed
 
     def place_all(self, segments: Sequence[Sequence[int]], pictures: list[Picture]) -> list[list[Placed]]:
-        """Assign images, in reading order, to the prompt and the completions that contain their placeholders.
+        """Assign images to the prompt and the completions that contain their placeholders. Images are in reading order.
 
         Args:
-            segments: Ids of the prompt and of each completion.
-            pictures: Images. Those that are assigned are removed from the front of the list. Images of later rows
-                remain.
+            segments: Token ids of the prompt and of each completion.
+            pictures: List of images. Assigned images are removed from the front of the list. Images of later rows
+                stay in the list.
 
         Raises:
-            DataError: See `place`.
+            DataError: A segment has another number of placeholders than its images need. See `place`.
         """
         placed = []
         for ids in segments:
@@ -407,8 +409,8 @@ class PictureProcessor:
         return placed
 
     def begun(self, text: str) -> str:
-        """Add the bos token before a text if the tokenizer adds one. In some model families, the bos token comes after
-        the images instead.
+        """Add the bos token before a text if the tokenizer adds one. In families with bidirectional prompts, `encode` adds
+        the bos token after the images instead.
         """
         bos, first = self.tokenizer.bos_token, self.tokenizer("")["input_ids"][:1]
         adds = first == [self.tokenizer.bos_token_id] and self.family.block != "prompt"
@@ -423,15 +425,15 @@ class PictureProcessor:
         return self._expansions[picture.size]
 
     def fitted(self, picture: Picture, most: int | None = None) -> Picture:
-        """Return the image in the largest size that was found with at most ``most`` placeholders and ``pixels`` pixels.
+        """Return the image, or a smaller copy with at most ``most`` placeholders and ``pixels`` pixels.
 
         Args:
-            picture: Image of the dataset.
+            picture: Image from the dataset.
             most: Maximum number of placeholders. None: the limit of the run.
 
         Raises:
-            DataError: PT-G001: The image exceeds a limit, and ``resize`` is not set or no smaller size has fewer
-                placeholders (some processors write the same number for every image).
+            DataError: PT-G001: The image exceeds a limit and ``resize`` is False. The error is also raised if no smaller
+                size has fewer placeholders, because some processors write the same number for every image.
         """
         most = self.most if most is None else min(most, self.most or most)
         if self._fits(picture, most):
@@ -484,8 +486,8 @@ class PictureProcessor:
 
     @functools.cached_property
     def _alone(self) -> bool:
-        """Whether the image processor without the text part gives the same result for a large image. It takes a third
-        of the time.
+        """Whether the image processor alone, without the text part, gives the same result for a large image. The image
+        processor alone takes a third of the time.
         """
         if self.family.cross or not self.family.models:
             return self.family.cross
@@ -493,7 +495,7 @@ class PictureProcessor:
         return _equal(_pixels(self._read(rows)), _pixels(self._read(rows, alone=True)))
 
     def _read(self, rows: Sequence[Sequence[Any]], where: str = "", *, alone: bool = False) -> dict[str, Any]:
-        """Run the processor on the PIL images of each row. The text consists only of their placeholders.
+        """Run the processor on the PIL images of each row, with a text that consists of their placeholders.
 
         Args:
             rows: Images of each row.
@@ -514,8 +516,8 @@ class PictureProcessor:
             ) from error
 
     def shaded(self, size: tuple[int, int], *, turned: bool = False) -> Picture:
-        """Create a test image for this processor. If the processor does not resize, the size is multiplied so that it
-        consists of whole patches.
+        """Create a test image for this processor. If the processor does not resize images, the size is multiplied so that
+        the image consists of whole patches.
         """
         factor = 1 if getattr(getattr(self.processor, "image_processor", None), "do_resize", True) else 8
         return shaded((factor * size[0], factor * size[1]), turned=turned)
@@ -525,20 +527,22 @@ class PictureProcessor:
         return _joined(prepared, tiled=self.family.tiled)
 
     def shapes(self, pictures: Sequence[Picture], copies: int) -> dict[str, Tensor]:
-        """Return the tensors of several copies of images. Floating-point tensors are created on the meta device."""
+        """Return the joined tensors of images that are repeated ``copies`` times. Floating-point tensors are on the meta
+        device.
+        """
         joined = self.join([self.prepare(picture) for picture in pictures] * copies)
         return {name: one.to("meta") if one.is_floating_point() else one for name, one in joined.items()}
 
     def plain_inputs(
         self, ids: Tensor, rows: Sequence[Sequence[Picture]], prompt: int | Tensor = 0
     ) -> dict[str, Tensor]:
-        """Return the processor's own tensors for all images of a pass, in the form in which other libraries pass them
-        to the model.
+        """Return the processor's tensors for all images of a pass. Other libraries pass these tensors to the model in the
+        same form.
 
         Args:
-            ids: ``(B, T)``.
+            ids: Token ids, ``(B, T)``.
             rows: Images of each row, in reading order.
-            prompt: Number of prompt tokens, for all rows or for each ``(B, 1)``.
+            prompt: Number of prompt tokens: one number for all rows, or a tensor ``(B, 1)``.
         """
         inputs = _pixels(self._read([[picture.load() for picture in row] for row in rows])) if any(rows) else {}
         if inputs and self.family.cross:
@@ -550,20 +554,20 @@ class PictureProcessor:
         """Infer the family of an unknown processor from its output. `install_pictures` tests the result with the model.
 
         Raises:
-            ModelError: The output does not contain the placeholders of an image, or images give other tensors when they
-                are prepared together.
+            ModelError: The output does not contain the placeholders of an image, or the tensors of images depend on whether
+                the images are prepared together or separately.
         """
         images = [shaded(size).load() for size in (LARGE, (112, 56), (56, 112))]
         try:
             first, *_ = apart = [self._read([[image]]) for image in images]
-            # Prepare the images in one row and in separate rows, because some processors also return the number of images per
-            # row.
+            # Prepare the images in one row and in separate rows, because some processors also return the number of images
+            # in each row.
             together = [self._read([images]), self._read([[image] for image in images])]
             if [len(row) for row in together[0][PARTS]] != [len(images)]:
                 raise ValueError("it does not write one string per image")
             ids, token = first["input_ids"][0].tolist(), int(self.processor.image_token_ids[0])
-            # If the ids do not contain the image token, use the most frequent id. The processor may write other tokens for an
-            # image, including marks for rows and for its end.
+            # If the ids do not contain the image token, use the most frequent id. The processor may write other tokens for
+            # an image, including markers for tile rows and for the end of the image.
             token = token if token in ids else Counter(ids).most_common(1)[0][0]
             types = next((name for name in (KINDS, "token_type_ids") if name in first and first[name].any()), None)
             grid = GRID in first and hasattr(self.processor.image_processor, "merge_size")
@@ -572,7 +576,7 @@ class PictureProcessor:
                 if any(_equal(joined, _pixels(one)) for one in together):
                     return Family((), tiled=tiled, positions="grid" if grid else "plain", types=types), token
             reason = f"its {', '.join(_pixels(first))} differ between images prepared together and images prepared separately"
-        # If there is an exception, the family cannot be inferred. The message of the exception is the reason.
+        # Any exception means that the family cannot be inferred. Its message is the reason that the error reports.
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         raise ModelError(
@@ -581,19 +585,21 @@ class PictureProcessor:
         )
 
     def token_types(self, ids: Tensor, prompt: int | Tensor) -> dict[str, Tensor]:
-        """Return the token types of ids ``(B, T)`` in this family. The first ``prompt`` ids are the prompt."""
+        """Return the argument for token types of the ids ``(B, T)``, if the family has it. The first ``prompt`` ids are the
+        prompt.
+        """
         kinds = (ids == self.token_id).long()
         if self.family.block == "prompt":
             kinds = (torch.arange(ids.shape[1], device=ids.device) >= prompt).long().expand_as(ids)
         return {self.family.types: kinds} if self.family.types else {}
 
     def cross_mask(self, ids: Tensor, tiles: Tensor) -> Tensor:
-        """Return a mask ``(1, T, N, tiles)`` of the image tiles to which each token attends. A token attends to the
-        tiles of the last image before it, or, if the last images are consecutive, to the tiles of all of them.
+        """Return a mask ``(1, T, N, tiles)`` of the image tiles to which each token attends. A token attends to the tiles
+        of the last image before it. If this image directly follows other images, the token attends to their tiles too.
 
         Args:
-            ids: ``(1, T)`` with N placeholders.
-            tiles: ``(N, tiles)``, 1 where an image has a tile.
+            ids: Token ids ``(1, T)`` with N placeholders.
+            tiles: Mask ``(N, tiles)``. It is 1 where an image has a tile.
         """
         from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
 
@@ -604,7 +610,7 @@ class PictureProcessor:
 
 
 def _pixels(output: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return those parts of a processor's output that are inputs of the vision tower."""
+    """Return the part of a processor's output that the vision tower reads."""
     return {name: value for name, value in output.items() if name not in TEXT_KEYS}
 
 
@@ -613,7 +619,7 @@ def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _joined(prepared: Sequence[Mapping[str, Tensor]], *, tiled: bool) -> dict[str, Tensor]:
-    """Concatenate tensors of several images under each name, along tiles or images. Other dimensions are padded with zeros."""
+    """Concatenate the tensors of several images by name, along tiles or images. All other dimensions are padded with zeros."""
     joined, along = {}, int(tiled)
     for name, first in prepared[0].items():
         parts = [one[name] for one in prepared]
@@ -627,12 +633,12 @@ def _joined(prepared: Sequence[Mapping[str, Tensor]], *, tiled: bool) -> dict[st
 
 
 def family_of(processor: ProcessorMixin) -> Family | None:
-    """Return the family of a processor. Return None if the family is unknown, or for a tokenizer."""
+    """Return the family of a processor. Return None if the family is unknown or the argument is a tokenizer."""
     return next((FAMILIES[kind.__name__] for kind in type(processor).__mro__ if kind.__name__ in FAMILIES), None)
 
 
 def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert text content to text blocks, because templates of processors do not accept strings."""
+    """Convert text content to text blocks, because chat templates of processors do not accept strings."""
     return [
         {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else dict(m)
         for m in messages
@@ -653,7 +659,7 @@ def image_only(kind: type) -> type:
         self.video_processor = SimpleNamespace(num_frames=1, fps=1, size=None, merge_size=1)
 
     def accepted(processor_config: dict[str, Any], valid_kwargs: Any) -> tuple[dict, dict]:
-        # Pass the names explicitly. `transformers` would read them from the constructor's parameters, which have no names here.
+        # Pass the argument names explicitly. `transformers` would read them from ``build``, whose parameters have no names.
         return base.validate_init_kwargs(processor_config, [parameter.name for parameter in kept[1:]])
 
     vars(build)["__signature__"] = inspect.Signature(kept)
@@ -671,12 +677,12 @@ def load_processor(model_id: str, **options: Any) -> Any:
     """Load the processor of a model. If torchvision is not installed, the processor has no video part.
 
     Args:
-        model_id: A Hub id or folder.
+        model_id: Hub id or folder of the model.
         options: Keyword arguments of ``from_pretrained``.
 
     Raises:
         ModelError: The processor cannot be loaded, neither with nor without its video part. The message contains both
-            reasons.
+            error messages.
     """
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES

@@ -1,5 +1,5 @@
-"""Rows with images: they are split into segments of text, converted to token ids and prompts, and get the positions of
-images.
+"""Conversion of rows with images. Rows are split into segments of text, converted to token ids, and get the positions of
+their images.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from posttrain.values import strip_none
 if TYPE_CHECKING:
     from posttrain.extensions.images.processors import PictureProcessor
 
-PACKED = 256  # Number of rows that are packed together. All of their encoded images are in memory at the same time.
+PACKED = 256  # Number of rows that are packed in one call. Their encoded images are in memory at the same time.
 HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
 LONG = "longer than max_length with their images"
 LARGE = "with an image of more than image_max_tokens or image_max_pixels"
 MANY = "with more than max_images_per_row images"
 UNREADABLE = "with an unreadable image"
-# Reasons for dropping a row. Only a small fraction of the rows may be dropped for them.
+# Reasons for dropping a row that only a small fraction of the rows may have. A larger fraction is an error.
 LOST = (LONG, UNREADABLE, MANY)
 EMPTY = "with an empty answer"
 EQUAL = "with equal answers"
@@ -48,25 +48,25 @@ COUNTERS = ("_truncated", "_tokens", "_resized", "_escaped")
 
 Segments = list[
     tuple[str, list[Picture]]
-]  # Segments of a row: pairs of a text and the images that belong to its placeholders.
-Answer = tuple[list[int], list[int]]  # An answer: its token ids and its loss mask.
+]  # Segments of a row. Each segment is a text with the images of its placeholders.
+Answer = tuple[list[int], list[int]]  # Token ids and loss mask of an answer.
 
 
 @dataclass(frozen=True)
 class PictureOptions:
-    """Options of the conversion of rows with images to token ids. Equal options have equal hashes, so that dataset
-    fingerprints are stable.
+    """Options for the conversion of rows with images to token ids. Equal options have equal hashes, so that fingerprints of
+    datasets are stable.
 
     Attributes:
-        branches: Names of the answer columns. An empty list means that rows are documents with labels (SFT).
-        max_length: Maximum number of tokens of prompt and answer, including those of images. None: no limit.
-        fit: ``error``: raise an error if more than 0.5 % of the rows are too long or cannot be read. ``drop``: drop
-            these rows. ``resize``: like ``error``, but first resize images that exceed their limits
-            (`PictureProcessor.fitted`) or make the row longer than ``max_length``.
-        train_prompt: SFT: whether the prompt contributes to the loss too.
-        spoken: SFT: whether only assistant messages contribute to the loss.
+        branches: Names of the answer columns. Empty: rows are documents with labels, for SFT.
+        max_length: Maximum number of tokens of a prompt with its answer, including image tokens. None: no limit.
+        fit: ``error``: raise an error if more than 0.5 % of the rows are too long or cannot be read. ``drop``: drop these
+            rows. ``resize``: same as ``error``, but first resize images that exceed a limit of `PictureProcessor.fitted` or
+            make their row longer than ``max_length``.
+        train_prompt: SFT: whether the prompt contributes to the loss.
+        spoken: SFT: whether the loss is restricted to assistant messages.
         text_field: SFT: name of the column with plain text.
-        begins: Whether conversations begin with the bos token if the tokenizer adds one, like prompts for sampling.
+        begins: Whether to add the tokenizer's bos token before conversations, as is done for prompts in sampling.
     """
 
     branches: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class PictureOptions:
 def row_batch(
     batch: dict[str, list], indices: list[int], reader: PictureProcessor, options: PictureOptions
 ) -> dict[str, list]:
-    """Convert a batch of rows to columns of ids; see `Vision.prepare_rows`."""
+    """Convert a batch of rows to columns of token ids. `Vision.prepare_rows` maps this function over a dataset."""
     encoded_rows: list[dict[str, Any]] = []
     for index, row in given_rows(batch, indices):
         with naming(f"row {index}"):
@@ -95,8 +95,8 @@ def row_batch(
 
 
 def row_features(features: object, branches: Sequence[str], drop: Sequence[str]) -> Any:
-    """Return the types of all columns. The types cannot be inferred from the first thousand rows, because these rows
-    may have no images.
+    """Return the types of all columns. They cannot be inferred from the first thousand rows, because these rows may have no
+    images.
     """
     ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
     kept = {name: kind for name, kind in features.items() if name not in drop}
@@ -107,7 +107,7 @@ def row_features(features: object, branches: Sequence[str], drop: Sequence[str])
 
 
 def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions) -> dict[str, Any]:
-    """Convert one row to columns of token ids. If the row is dropped, the result contains the reason."""
+    """Convert one row to columns of token ids. If the row will be dropped, the result contains the reason."""
     row = dict(maybe_extract_prompt(maybe_convert_to_chatml(row)))
     if options.spoken:
         segments, plain = spoken_segments(row, reader, prompt_too=options.train_prompt), False
@@ -120,8 +120,8 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
         reason = LARGE
         fitted = [(text, [reader.fitted(picture) for picture in pictures]) for text, pictures in read]
         if options.fit == "drop":
-            # Load the images now, so that they cannot cause an error during training. The header of a file does not show that
-            # it is truncated.
+            # Load the images now, so that they cannot raise an error during training. The header of a truncated image file
+            # can be valid.
             reason = UNREADABLE
             for picture in _held(read):
                 picture.load()
@@ -156,7 +156,7 @@ def _held(segments: Segments) -> list[Picture]:
 def _encoded(
     segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool
 ) -> tuple[list[int], list[Answer]]:
-    """Return the token ids of the prompt (empty for a document), and for each answer its token ids and its loss mask."""
+    """Return the prompt's token ids, and the token ids and loss mask of each answer. A document has an empty prompt."""
     several = len(segments) > 1
     parts = [
         reader.encode(text, pictures, prompt=several and not at)[0] for at, (text, pictures) in enumerate(segments)
@@ -176,14 +176,14 @@ def _length(prompt: list[int], answers: list[Answer]) -> int:
 
 
 def _least(prompt: list[int], answers: list[Answer], reader: PictureProcessor) -> int:
-    """Return the number of tokens up to the last image. At least one token per answer is included."""
+    """Return the minimum length to which a row may be truncated. It includes all images and one token of each answer."""
     return len(prompt) + max(
         max((at + 1 for at, token in enumerate(ids) if token == reader.token_id), default=1) for ids, _ in answers
     )
 
 
 def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool) -> Segments:
-    """Resize the images of a row so that the row has at most ``max_length`` tokens. If no size is small enough, return
+    """Resize the images of a row so that the row has at most ``max_length`` tokens. If this is not possible, return
     the images unchanged.
     """
     limit, most, shown = options.max_length, 0, segments
@@ -192,8 +192,8 @@ def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptio
         if _least(prompt, answers, reader) <= limit:
             return shown
         counts = [reader.expansion(picture).count for picture in _held(shown)]
-        # Number of tokens that remain for each image. Several attempts may be needed, because the text around an image can
-        # depend on the size of the image.
+        # Maximum number of tokens for each image. Several attempts may be needed, because the text around an image can
+        # depend on the image's size.
         room = (limit - _length(prompt, answers) + sum(counts)) // len(counts)
         most = max(min(room, max(counts) - 1), 1) if not most else int(0.9 * most)
         try:
@@ -241,7 +241,7 @@ def _columns(
 
 
 def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
-    """Pack whole rows with their images into rows of at most ``size`` tokens, by best fit. No row is truncated."""
+    """Pack rows with their images into rows of at most ``size`` tokens by best fit. No row is split or truncated."""
     lengths = np.array([len(ids) for ids in batch["input_ids"]])
     order, counts = best_fit_decreasing(lengths, size)
     packs = np.split(order, np.cumsum(counts)[:-1])
@@ -252,8 +252,8 @@ def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
 def row_segments(
     row: Mapping[str, Any], reader: PictureProcessor, branches: Sequence[str], text_field: str
 ) -> tuple[list[tuple[str, list[Any]]], bool]:
-    """Return texts and images of the prompt and of each answer, or of a whole document. Also return whether the texts
-    are plain text.
+    """Split a row into segments with their images: the prompt and each answer, or a whole document. Also return whether the
+    segments are plain text instead of rendered conversations.
 
     Args:
         row: Conversational or text row.
@@ -262,8 +262,8 @@ def row_segments(
         text_field: Column of plain documents.
 
     Raises:
-        DataError: A column has the wrong type, or the chat template renders the prompt's images differently if an
-            answer follows.
+        DataError: A column has the wrong type, or the chat template renders the prompt's images differently when an answer
+            follows.
     """
     images, documents = pictures_of(row), not branches and "prompt" not in row
     branches = branches or ("completion",)
@@ -292,7 +292,7 @@ def row_segments(
         more, pictures = conversation_pictures(answer)
         wholes.append(reader.render([*blocks, *more], **template_arguments(row)))
         inside.append(pictures)
-    # A template may render the prompt differently if an answer follows. End the prompt where the two texts first differ.
+    # A template may render the prompt differently when an answer follows. End the prompt at the first difference.
     begin = begin[: min(common_prefix(begin, whole) for whole in wholes)]
     if reader.places(begin) != len(shown):
         raise DataError("the chat template writes the prompt's images differently before an answer.")
@@ -302,13 +302,13 @@ def row_segments(
 def spoken_segments(
     row: Mapping[str, Any], reader: PictureProcessor, *, prompt_too: bool
 ) -> list[tuple[str, list[Any]]]:
-    """Split a conversation into segments with their images. Segments before assistant messages alternate with assistant
-    messages (``assistant_only_loss``).
+    """Split a conversation into segments with their images, for ``assistant_only_loss``. Every second segment is an
+    assistant message. The other segments contain the text before and after assistant messages.
 
     Args:
         row: Row with ``messages``, or a conversational ``prompt`` with ``completion``.
         reader: Processor that renders conversations.
-        prompt_too: Whether assistant messages in the prompt contribute to the loss too.
+        prompt_too: Whether assistant messages in the prompt contribute to the loss.
 
     Raises:
         DataError: The row is not conversational. The error is also raised if the model has bidirectional attention in
@@ -328,7 +328,7 @@ def spoken_segments(
     end = turn_end(reader.tokenizer, reader.render)
     text, spans = assistant_spans(reader.render, blocks, end, **template_arguments(row))
     skipped = 0 if prompt_too else sum(message.get("role") == "assistant" for message in prompt)
-    # If the conversation has no assistant message, use an empty one at its end.
+    # If the conversation has no assistant message, add an empty segment for one at the end.
     places = spans[skipped:] or [(len(text), len(text))]
     cuts, pictures = [0, *(at for span in places for at in span), len(text)], iter(in_order)
     pieces = [text[a:b] for a, b in pairwise(cuts)]
@@ -342,15 +342,15 @@ def _text(value: object, column: str) -> str:
 
 
 def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reader: PictureProcessor) -> list[Row]:
-    """Add the images of prepared examples to their rows. An example has one row. A packed example has one row per
-    document.
+    """Add the images of prepared examples to their rows. A packed example has one row per document, and any other example
+    has one row.
 
-    In a document (a row without a prompt), the tokens before the first token with loss become the prompt, because some
+    A document is a row without a prompt. Its tokens before the first token with loss become the prompt, because some
     model families use bidirectional attention in the prompt. Rows without images are not changed.
 
     Raises:
-        DataError: The placeholders in a row do not match its images, or an answer contains images but the model
-            supports images only in prompts.
+        DataError: The placeholders in a row do not match its images. The error is also raised if an answer contains images
+            but the model supports images only in prompts.
     """
     rest = iter(rows)
     done: list[Row] = []
@@ -369,12 +369,12 @@ def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reade
 
 
 def _placed(row: Row, pictures: list[Picture], reader: PictureProcessor) -> Row:
-    """Return a row with its images, which are removed from the front of the example's list of images."""
+    """Return a row with its images. They are removed from the front of the example's list ``pictures``."""
     if not row.prompt_ids:
         (ids,), (mask,) = row.completions, row.loss_masks
         first = mask.index(1) if 1 in mask else 0
-        # The prompt must not end inside an image. Line breaks between rows of tiles have loss, so that the first token with
-        # loss can be inside an image.
+        # The prompt must not end inside an image. The first token with loss can be inside an image, because line breaks
+        # between rows of tiles have loss.
         ends = {0, *accumulate(reader.expansion(picture).count for picture in pictures)}
         first = first if ids[:first].count(reader.token_id) in ends else 0
         row = replace(row, prompt_ids=ids[:first], completions=[ids[first:]], loss_masks=[mask[first:]])
@@ -388,7 +388,7 @@ def _placed(row: Row, pictures: list[Picture], reader: PictureProcessor) -> Row:
 
 
 def stored(picture: Picture) -> dict[str, Any]:
-    """Return an image in the form in which Arrow stores it: encoded bytes or a path, and the size that the model receives."""
+    """Return an image as a dict for Arrow. It contains encoded bytes or a path, and the size that the model receives."""
     source = picture.encoded().source
     data, path = (source, None) if isinstance(source, bytes) else (None, source)
     return {"bytes": data, "path": path, "size": list(picture.size)}
@@ -400,22 +400,22 @@ def picture_prompts(
     kwargs: Mapping[str, Any],
     ids_of: Callable[[str], list[int]] | None = None,
 ) -> list[Prompt]:
-    """Return prompts as token ids with their images. If consecutive prompts are equal, the prompt is processed once.
+    """Convert prompts to token ids with their images. Equal consecutive prompts are processed once.
 
     Args:
         reader: Processor of the run.
         rows: Rows with a conversational ``prompt``.
         kwargs: Arguments of the chat template. A row's own arguments override them.
-        ids_of: See `PictureProcessor.encode`.
+        ids_of: Function that converts a rendered text to token ids. None: `PictureProcessor.ids`.
 
     Raises:
-        DataError: A prompt is not a conversation, has more than ``max_images_per_row`` images, or cannot be read.
+        DataError: A prompt is not a conversation, has more than ``max_images_per_row`` images, or has an unreadable image.
     """
     return _once(rows, (*RENDERED, *PICTURE_COLUMNS), lambda row: picture_prompt(reader, row, kwargs, ids_of))
 
 
 def _once(rows: Iterable[Mapping[str, Any]], names: Sequence[str], make: Callable[[Any], Any]) -> list[Any]:
-    """Apply ``make`` to each row. Consecutive rows whose columns are equal share one result."""
+    """Apply ``make`` to each row. Consecutive rows with equal values in the columns ``names`` share one result."""
     results: list[Any] = []
     for _, alike in groupby(rows, key=lambda row: [row.get(name) for name in names]):
         first, *others = alike
@@ -424,8 +424,8 @@ def _once(rows: Iterable[Mapping[str, Any]], names: Sequence[str], make: Callabl
 
 
 def opened(examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return examples whose columns and messages contain PIL images, which are decoded on access. Consecutive equal
-    examples share image objects.
+    """Return examples in which all images, in columns and messages, are PIL images. Pixels are decoded on access. Equal
+    consecutive examples share image objects.
     """
     shown = _once(examples, PROMPT_COLUMNS, _opened)
     return [
@@ -435,7 +435,7 @@ def opened(examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the prompt and the image columns of one example. They contain PIL images."""
+    """Return the prompt and the image columns of one example, with PIL images."""
 
     def read(value: object) -> Any:
         return read_picture(value, "column 'images' of a prompt").opened()
@@ -461,16 +461,16 @@ def picture_prompt(
     ids_of: Callable[[str], list[int]] | None = None,
     pictures: Sequence[Picture] | None = None,
 ) -> Prompt:
-    """Return the token ids of one prompt with its images; see `picture_prompts`.
+    """Convert one prompt to token ids with its images. `picture_prompts` converts several prompts.
 
     Args:
         reader: Processor of the run.
         row: Row with a conversational ``prompt``.
         kwargs: Arguments of the chat template. The row's own arguments override them.
-        ids_of: See `PictureProcessor.encode`.
+        ids_of: Function that converts a rendered text to token ids. None: `PictureProcessor.ids`.
         pictures: Images that were already read from the messages. None: the row's images are read here.
     """
-    # If ``pictures`` is passed, the messages already contain the images, so drop the image columns.
+    # With ``pictures``, the messages contain all images, so drop the image columns.
     row = strip_none({k: v for k, v in row.items() if pictures is None or k not in PICTURE_COLUMNS})
     blocks, shown = conversation_of(row)
     if reader.per_row is not None and len(shown) > reader.per_row:
@@ -489,10 +489,10 @@ def picture_prompt(
 
 
 def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return the messages of a prompt, with empty image blocks, and the images.
+    """Return the messages of a prompt with empty image blocks, and the images of these blocks.
 
     Raises:
-        DataError: The prompt is not a conversation, or the numbers of its placeholders and images differ.
+        DataError: The prompt is not a conversation, or it has another number of empty image blocks than images.
     """
     row = strip_none(dict(row))
     if not is_messages(row["prompt"]):
@@ -501,8 +501,8 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[
 
 
 def exchanged(examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Return examples in which each prompt has the images of another prompt with the same number of images. Examples
-    without images are not changed.
+    """Return examples in which each prompt has the images of another prompt. Both prompts have the same number of images.
+    Examples without images are not changed.
 
     Args:
         examples: Examples in groups of ``size`` consecutive rows.

@@ -1,4 +1,4 @@
-"""Training on images. `Vision`: tokenized rows and prompts with images. `freeze`, `check_shards`: vision towers."""
+"""Training on images. `Vision` tokenizes rows and prompts with images. `freeze` and `check_shards` handle vision towers."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROWS_TRIED = 2  # Number of rows whose images are decoded completely before training, to test them.
-# One of ROLLOUTS_A_COMPARISON rollouts is checked: its images must be those of its dataset row.
+# One of ROLLOUTS_A_COMPARISON rollouts is checked. Its images must equal the images of its dataset row.
 ROLLOUTS_A_COMPARISON = 64
-# Maximum fraction of rows that may be dropped because they are too long. A larger fraction raises an error.
+# Maximum fraction of rows that may be dropped because they are too long or unreadable. A larger fraction is an error.
 SHARE_UNFIT = 0.005
 
 NO_BOS = (
@@ -89,32 +89,32 @@ NO_BOS = (
 
 
 def largest_pictures(rows: Sequence[Row]) -> list[Picture]:
-    """Return the images of the row with the most image tokens. The list is empty if no row has images."""
+    """Return the images of the row with the largest number of image tokens. Return an empty list if no row has images."""
     placed = [[image for part in row.pictures for image in part] for row in rows]
     largest = max(placed, key=lambda images: sum(image.count for image in images), default=[])
     return [image.picture for image in largest]
 
 
 class Vision(Media):
-    """Support for images in a trainer. This object has the processor and adds images to rows.
+    """Support for images in a trainer. It contains the processor, and adds images to rows and prompts.
 
     Args:
-        args: The trainer's config. The config is a `PictureConfig` if ``takes`` is set.
+        args: The trainer's config. If ``takes`` is True, the config is a `PictureConfig`.
         processing_class: Argument of the trainer: a tokenizer, a processor or None.
-        model_id: Path or Hub id of the model, from which its processor is loaded.
-        takes: Whether the method can be trained on images. If not, this object only has the processor.
+        model_id: Path or Hub id of the model. The processor is loaded from it if the user passed no processor.
+        takes: Whether the method can be trained on images. If False, this object only provides the processor.
         shown: Whether rows of the datasets contain images.
-        returned: Whether tools or environments may return images. If so, and if a processor was passed, images are
-            supported even if no row has one.
+        returned: Whether tools or environments may return images. If True, and if the user passed a processor, images are
+            supported even if no dataset row contains an image.
 
     Attributes:
         processor: Processor of `transformers`.
-        reader: `PictureProcessor` that converts images and texts to token ids. None: the run has no images.
+        reader: `PictureProcessor` that converts images and texts to token ids. None if the run has no images.
 
     Raises:
         DataError: Rows contain images, but the user passed a tokenizer instead of a processor.
-        ConfigError: ``check_image_use`` is set with tools or environments, ``chat_template_path`` is set with images,
-            or an image option is set for a method that supports only text.
+        ConfigError: ``check_image_use`` is set with tools or environments, ``chat_template_path`` is set with images, or an
+            option for images is set for a method that supports only text.
     """
 
     def __init__(
@@ -172,25 +172,27 @@ class Vision(Media):
         unsupported: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> tuple[Any, PreparationReport]:
-        """Tokenize rows. Images are kept as encoded bytes or paths, and are not decoded. Lengths include the tokens of
-        images.
+        """Tokenize rows with images. Images are stored as encoded bytes or paths, and are not decoded. Lengths include
+        image tokens.
 
         Args:
-            dataset: Raw rows with answers, or documents.
+            dataset: Dataset of rows with answers, or of documents.
             name: Name of the dataset, for messages.
             num_proc: Number of processes.
             keep: Columns to keep.
-            packs: Whether several rows are later packed, unsplit, into one row of up to ``max_length`` tokens.
-            unsupported: SFT: values of options that prepare rows in another way, by name. They must be empty.
-            more: Values of the fields ``branches`` and ``begins`` of `PictureOptions`. The run sets all other fields.
+            packs: Whether to pack several whole rows into one row of up to ``max_length`` tokens.
+            unsupported: SFT: values, by name, of options that rows with images do not support. An error is raised for
+                values that are set.
+            more: Values of the fields ``branches`` and ``begins`` of `PictureOptions`.
 
         Returns:
-            The dataset, and a report (with counts for map-style datasets). The dataset has the column ``pictures`` and
-            either ``input_ids`` and ``labels``, or ``prompt_ids`` with ``<branch>_ids`` and ``<branch>_mask``.
+            The prepared dataset, and a report (with counts for map-style datasets). The prepared dataset has the column
+            ``pictures``. It also has ``input_ids`` and ``labels``, or ``prompt_ids`` with ``<branch>_ids`` and
+            ``<branch>_mask``.
 
         Raises:
-            DataError: A row cannot be read (the message contains its number and the column), more than 0.5 % of the
-                rows are too long, or no row remains.
+            DataError: A row cannot be read, more than 0.5 % of the rows are too long, or no row remains. If a row cannot be
+                read, the message contains the row's number and the column.
             ConfigError: An option in ``unsupported`` is set, or the packing strategy can split an image.
         """
         if unsupported is not None:
@@ -240,7 +242,7 @@ class Vision(Media):
             )
 
     def _report_changed(self, mapped: Any, counts: Mapping[str, Any], report: PreparationReport) -> None:
-        """Warn about rows that were changed. Raise an error if too many rows were dropped."""
+        """Warn about rows whose images or texts were changed. Raise an error if too many rows were dropped."""
         lost = {reason: count for reason, count in report.dropped.items() if reason in LOST}
         resized, escaped = (int(counts[name].sum()) for name in ("_resized", "_escaped"))
         if resized:
@@ -266,31 +268,31 @@ class Vision(Media):
     # Prompts of online methods ---------------------------------------------------------------------------------------
 
     def prompts(self, examples: Sequence[Mapping[str, Any]]) -> list[Prompt]:
-        """Return prompts as token ids with images. If consecutive prompts are equal, the prompt is processed once.
+        """Convert prompts to token ids with their images. Equal consecutive prompts are processed once.
 
         Raises:
-            DataError: A prompt is not conversational, has more than ``max_images_per_row`` images, or cannot be read.
+            DataError: A prompt is not conversational, has more than ``max_images_per_row`` images, or has an unreadable image.
         """
         assert self.reader is not None
         return picture_prompts(self.reader, examples, self.args.chat_template_kwargs or {})
 
     def prompt(self, example: Mapping[str, Any], pictures: Sequence[Picture] | None = None) -> Prompt:
-        """Return one prompt with its images. For an example from `opened`, pass the images that were already read in
-        ``pictures``.
+        """Convert one prompt to token ids with its images. If the example was returned by `opened`, pass the images that
+        were already read as ``pictures``.
         """
         assert self.reader is not None
         return picture_prompt(self.reader, example, self.args.chat_template_kwargs or {}, pictures=pictures)
 
     def opened(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return examples for reward functions. Images in columns and messages are PIL images, which are decoded on
+        """Return examples for reward functions. Images in columns and messages are PIL images whose pixels are decoded on
         access.
 
-        Consecutive equal examples share their image objects.
+        Equal consecutive examples share their image objects.
         """
         return opened(examples) if self.images else examples
 
     def prompt_rows(self, examples: Sequence[Mapping[str, Any]]) -> list[Row]:
-        """Return rows that contain a prompt with its images and no completion. Return an empty list if the run has no
+        """Convert each prompt to a row with its images and without a completion. Return an empty list if the run has no
         images.
         """
         if not self.images:
@@ -298,13 +300,13 @@ class Vision(Media):
         return [Row(list(ids), [], [], pictures=[list(ids.pictures)]) for ids in self.prompts(examples)]
 
     def checked_prompts(self, dataset: AnyDataset, name: str) -> Any:
-        """Check the prompts of a dataset (or of several by name). Return it with images that are not decoded. Only the
-        headers of images are read.
+        """Check the prompts of a dataset, or of several datasets by name. Return the dataset with images that are not
+        decoded. Only the headers of images are read, except for the first rows.
 
         Raises:
-            DataError: A row contains text that looks like an image placeholder, the numbers of placeholders and images
-                differ, or an image is remote, cannot be read, has more than 8 bits per channel, or exceeds
-                image_max_tokens.
+            DataError: A row contains text that looks like an image placeholder, or another number of placeholders than
+                images. The error is also raised for an image that is remote, cannot be read, has more than 8 bits per
+                channel, or exceeds ``image_max_tokens``.
         """
         if not self.images or dataset is None:
             return dataset
@@ -326,14 +328,14 @@ class Vision(Media):
         return dataset
 
     def pixels(self, rows: Sequence[Row]) -> Callable[[int], dict[str, Tensor]] | None:
-        """Return a function that prepares the images of the row with the most image tokens, N times. None: no row has
-        images.
+        """Return a function that maps N to the pixel tensors of N copies of the images in one row. This row has the largest
+        number of image tokens. Return None if no row has images.
         """
         largest = largest_pictures(rows)
         return partial(self.reader.shapes, largest) if largest else None
 
     def check_engine(self, engine: RolloutEngine, rewards: Sequence[Any]) -> Any:
-        """Check that the engine and the reward functions support images if the rows contain images. Return the engine.
+        """Check that the engine and the reward functions support images, if rows contain images. Return the engine.
 
         Raises:
             ConfigError: The rows contain images, but the engine, a reward model or a judge supports only text.
@@ -359,15 +361,15 @@ class Vision(Media):
         return engine
 
     def sampling(self, settings: Sampling, model: nn.Module) -> Sampling:
-        """Return sampling settings with which image placeholders and markers are never sampled."""
+        """Return a copy of sampling settings that forbids sampling image placeholders and markers."""
         assert self.reader is not None
         vocabulary = model.config.get_text_config().vocab_size
         never = tuple((token, -math.inf) for token in self.reader.never(vocabulary))
         return replace(settings, logit_bias=(*settings.logit_bias, *never))
 
     def sampled(self, run: Run, batch: RolloutBatch, mode: str) -> RolloutBatch:
-        """Prepare completions of rows with images. Images are opened for reward functions. A completion that contains a
-        sampled image placeholder is excluded from the loss.
+        """Check completions of rows with images, and open their images for reward functions. A completion with a sampled
+        image placeholder is excluded from the loss.
         """
         rollouts, masked, metrics = self.look_at(batch.rollouts, batch.examples, run.model, run.pad_token_id)
         run.log(metrics, mode)
@@ -377,14 +379,15 @@ class Vision(Media):
     def look_at(
         self, rollouts: Sequence[Rollout], examples: Sequence[Mapping[str, Any]], model: nn.Module, pad_token_id: int
     ) -> tuple[list[Rollout], set[int], dict[str, Metric]]:
-        """Check the rollouts of a generation. `sampling` forbids image placeholders. If an engine sampled them
-        nevertheless, replace them with padding. Return the rollouts, the indices of changed rollouts, and metrics.
+        """Check the rollouts of one generation. `sampling` forbids image placeholders. If an engine sampled them
+        nevertheless, they are replaced with padding. Return the rollouts, the indices of changed rollouts, and metrics.
 
-        The metrics are the number of images per row, the number of their tokens, the numbers of images that were
-        encoded and reused since the last call, the time for encoding in seconds, and the number of masked completions.
+        The metrics are the number of images and image tokens per row, and the number of changed rollouts. They
+        also contain values since the last call: the numbers of encoded, reused and resized images, the number of strings
+        that were kept as text, and the seconds for encoding.
 
         Raises:
-            ModelError: PT-G015: the images of a rollout are not those of its dataset row. One of 64 rollouts is
+            ModelError: PT-G015: the images of a rollout differ from the images of its dataset row. One of 64 rollouts is
                 compared.
         """
         assert self.reader is not None
@@ -426,8 +429,8 @@ class Vision(Media):
         )
 
     def exchanged_reward(self, run: Run, examples: list[dict[str, Any]]) -> dict[str, Metric]:
-        """Return the mean reward of completions that are sampled with the images of other prompts. The option
-        ``check_image_use`` logs it.
+        """Sample completions with the images of other prompts, and return the mean reward as a metric. If the option
+        ``check_image_use`` is False, return no metric.
         """
         if not self.args.check_image_use:
             return {}
@@ -439,34 +442,35 @@ class Vision(Media):
         return {"images/exchanged_reward": mean(totals, ~totals.isnan())}
 
     def prepare(self, model: nn.Module, peft_config: PeftConfig | None) -> Any:
-        """Prepare the model for images. After this call, forward passes accept images, parameters that are not trained
+        """Prepare the model for images. After this call, its forward passes accept images, parameters that are not trained
         are frozen, and a new adapter is restricted to the text model.
 
         Args:
-            model: Loaded model, to which no adapter has been added yet.
+            model: Loaded model without a new adapter.
             peft_config: Config of a new adapter, or None.
 
         Returns:
-            The adapter's config. Names of target modules that also match the vision tower are replaced by full paths.
+            The adapter's config. Names of target modules are replaced by full paths, so that they do not match modules of
+            the vision tower.
         """
         if self.images and has_tower(model):
             install_pictures(model, self.processor, cache_bytes=int(self.args.image_cache_gb * 2**30))
         return super().prepare(model, peft_config)
 
     def show(self, model: str | nn.Module, processor: ProcessorMixin | None = None) -> bool:
-        """Prepare another model (a teacher or a reference) for the run's images. The images are preprocessed by that
-        model's processor.
+        """Prepare another model (a teacher or a reference model) for the run's images. The other model's processor
+        preprocesses the images.
 
         Args:
-            model: Model that receives the policy's token ids.
-            processor: Processor of that model. None loads the processor from the model's folder or Hub id. If that fails, the
-                policy's processor is used.
+            model: The other model. It receives the policy's token ids.
+            processor: Processor of the other model. None: the processor is loaded from the other model's folder or Hub id.
+                If loading fails, the policy's processor is used.
 
         Returns:
-            Whether the other model uses the same pixels as the policy.
+            Whether the other model receives the same pixels as the policy.
 
         Raises:
-            ConfigError: The other model's processor gives an image a different number of tokens than the policy's.
+            ConfigError: The other model's processor gives an image another number of tokens than the policy's processor.
         """
         assert self.reader is not None
         path, own = get_config_model_id(causal_lm(model).config), processor
@@ -487,16 +491,17 @@ class Vision(Media):
     ) -> None:
         """Prepare a teacher to process the student's images with its own vision tower.
 
-        Images are preprocessed once if student and teacher preprocess them equally.
+        If student and teacher preprocess images equally, each image is preprocessed once.
 
         Args:
-            policy: The student.
-            teacher: Teacher, without wrappers.
+            policy: Student model.
+            teacher: Teacher model without wrappers.
             processor: Processor of the teacher, or None.
             own: Object that adds images to the teacher's rows. None: the teacher reads the student's token ids.
 
         Raises:
-            ConfigError: The teacher is a text model, or its family uses other placeholder ids or pixel values.
+            ConfigError: The teacher is a text model, or the teacher's model family differs from the student's. Another
+                family uses other placeholder ids or pixel values.
         """
         kinds = [causal_lm(model).config.model_type for model in (policy, teacher)]
         if not has_tower(teacher) or (own is None and kinds[0] != kinds[1]):
@@ -513,22 +518,23 @@ class Vision(Media):
             encoder.next = picture_encoder(policy)
 
     def save(self, folder: str) -> None:
-        """Save the processor in the model's folder. The processor's tokenizer is saved separately."""
+        """Save the processor in the model's folder. The tokenizer of the processor is saved separately."""
         if self.args.should_save:
             self.processor.save_pretrained(folder)
 
 
 def freeze(model: nn.Module, peft_config: PeftConfig | None, choice: object, *, images: bool) -> Any:
-    """Apply ``freeze_vision``: freeze parameters of tower and projector, and log their number.
+    """Apply ``freeze_vision``: freeze parameters of vision tower and projector, and log their number.
 
     Args:
-        model: Loaded model with a vision tower, to which no adapter has been added yet.
+        model: Loaded model with a vision tower and without a new adapter.
         peft_config: Config of a new adapter, or None.
         choice: Value of the option ``freeze_vision``.
         images: Whether rows have images.
 
     Returns:
-        The adapter's config. Names of target modules that also match the vision tower are replaced by full paths.
+        The adapter's config. Names of target modules are replaced by full paths, so that they do not match modules of the
+        vision tower.
     """
     inner: Any = causal_lm(model)
     peft_config, frozen = freeze_tower(inner, peft_config, choice, images=images)
@@ -542,11 +548,11 @@ def freeze(model: nn.Module, peft_config: PeftConfig | None, choice: object, *, 
 
 
 def check_shards(model: nn.Module, accelerator: Accelerator) -> None:
-    """Raise an error if a model with images is sharded, but some processes may have no image in a pass. With DDP,
-    freeze the parameters on which no loss depends.
+    """Raise an error if a model with images is sharded, but some processes may have no image in a pass. With DDP, freeze
+    the vision parameters that do not influence the loss.
 
-    DDP waits for the gradient of every trained parameter. Parameters of the vision tower on which no loss depends
-    never have a gradient, so freezing them does not change training.
+    DDP waits for the gradient of every trained parameter. Vision parameters that do not influence the loss never have a
+    gradient, so freezing them does not change training.
     """
     encoder, inner = picture_encoder(model), causal_lm(model)
     if encoder is not None:
@@ -580,7 +586,7 @@ def _alike(mine: PictureProcessor, theirs: PictureProcessor) -> bool:
     """Return whether two processors convert test images of three sizes to the same tensors.
 
     Raises:
-        ConfigError: The processors give an image different numbers of tokens, so the two models cannot use the same
+        ConfigError: The processors give an image different numbers of tokens, so the two models cannot process the same
             token ids.
     """
     for picture in (shaded(LARGE), mine.shaded((112, 56)), mine.shaded((56, 112))):

@@ -1,1 +1,1 @@
-"""The command `posttrain migrate`: scripts, notebooks and YAML files of TRL rewritten for this package."""
+"""The command `posttrain migrate`, which rewrites scripts, notebooks and YAML files of TRL for this package."""

@@ -1,5 +1,5 @@
-"""`changed_defaults`: options whose default changed since older TRL releases. `PACKING` and `EOS`: notes about code
-that still runs, but behaves differently than in older releases.
+"""Notes about code that runs, but behaves differently than in older TRL releases. `changed_defaults` lists options whose
+default changed. `PACKING` and `EOS` are notes about packing and the EOS token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REMOVED = {"tokenizer", "max_seq_length", "evaluation_strategy", "num_of_sequenc
 
 
 def changed_defaults(kind: type, given: Collection[str]) -> str:
-    """Return a note with the older defaults of all options that a config does not set. Empty if no default changed."""
+    """Return a note about the unset options of a config whose default changed. It contains the old defaults, or is empty."""
     owners = {base.__name__ for base in kind.__mro__} | {"Config"}
     names = {item.name for item in fields(kind)} - {*given}
     found = []

@@ -1,4 +1,4 @@
-"""Finds files, migrates them, and prints the differences and the places that must be changed manually. `run` is the command."""
+"""Find files, migrate them, and print the differences and the places to change manually. `run` implements the command."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Rewritten(NamedTuple):
     """Content of a file before and after the migration.
 
     Attributes:
-        before: Parts of the file before the migration: its whole text, or the text of each code cell of a notebook.
+        before: Parts of the file before the migration: the whole text, or the text of each code cell of a notebook.
         after: The same parts after the migration.
-        text: New content of the file.
+        text: Content of the whole file after the migration.
         notes: Places that must be changed or checked manually.
     """
 
@@ -38,10 +38,10 @@ class Rewritten(NamedTuple):
 
 
 def migrate_file(path: Path) -> Rewritten:
-    """Convert a file in memory, without writing it.
+    """Convert the content of a file in memory, without writing the file.
 
     Raises:
-        DataError: The file cannot be parsed. The error contains the file and the line.
+        DataError: The file cannot be parsed. The message contains the file and the line.
         MissingDependencyError: libcst is not installed.
     """
     try:
@@ -68,7 +68,7 @@ def migrate_file(path: Path) -> Rewritten:
 
 
 def _notebook(text: str, path: Path) -> Rewritten:
-    """Convert the code cells of a notebook as one script. In this script, a comment marks the beginning of each cell."""
+    """Convert the code cells of a notebook as one script, in which a comment marks the beginning of each cell."""
     from posttrain.extensions.migrate.scripts import migrate_script, parsed
     from posttrain.extensions.migrate.shell import migrate_shell
 
@@ -105,7 +105,7 @@ def _notebook(text: str, path: Path) -> Rewritten:
 
 
 def hide_magics(cell: str) -> str:
-    """Replace each line with IPython syntax by a Python statement that contains the original line as text."""
+    """Replace lines with IPython syntax by Python statements. Each statement contains the original line as text."""
     if cell.lstrip().startswith("%%"):
         return MAGIC + json.dumps(cell)
     lines, inside = [], False
@@ -127,10 +127,10 @@ def hide_magics(cell: str) -> str:
 
 
 def found(paths: list[str]) -> Iterator[Path]:
-    """Yield the files in ``paths``, and all scripts, notebooks and YAML files in the folders in ``paths``.
+    """Yield the files in ``paths``. For a folder in ``paths``, yield all scripts, notebooks and YAML files below it.
 
     Raises:
-        DataError: A path does not exist, or is not one of these file types.
+        DataError: A path does not exist, or is a file of another type.
     """
     for path in map(Path, paths):
         if path.is_dir():
@@ -146,10 +146,10 @@ def found(paths: list[str]) -> Iterator[Path]:
 
 
 def run(argv: list[str]) -> int:
-    """Print the changes of the migration, or write the migrated files.
+    """Run `posttrain migrate`: print the changes, and write the migrated files if ``--write`` is set.
 
     Returns:
-        0, or 1 if a file could not be parsed. All other files are migrated nevertheless.
+        0, or 1 if a file could not be parsed. All other files are migrated in any case.
     """
     parser = argparse.ArgumentParser(
         prog="posttrain migrate",

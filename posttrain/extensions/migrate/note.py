@@ -10,10 +10,10 @@ class Note(NamedTuple):
     """Place in a file that must be changed or checked manually.
 
     Attributes:
-        line: Number of the line in the file, or in the cell of a notebook. The first line is 1.
-        text: What must be changed or checked, and in which way.
-        cell: Number of the notebook's cell. The first cell is 1.
-        check: Whether the code still runs, but behaves differently than in older releases.
+        line: Line number in the file, or in the cell of a notebook. The first line is 1.
+        text: Description of what must be changed or checked.
+        cell: Number of the cell in a notebook. The first cell is 1. 0 for other files.
+        check: Whether the code runs without changes, but behaves differently than in older releases.
     """
 
     line: int
@@ -22,5 +22,5 @@ class Note(NamedTuple):
     check: bool = False
 
     def at(self, path: Path) -> str:
-        """Return the file, the line and the text, formatted for the terminal."""
+        """Return a line for the terminal with the file, the line number and the text."""
         return f"{path}:{f'cell {self.cell}:' if self.cell else ''}{self.line}: {self.text}"

@@ -1,4 +1,4 @@
-"""`migrate_recipe`: renames old options in a YAML file. Lines are changed one by one, so that comments are preserved."""
+"""`migrate_recipe`: rename old options in a YAML file. Lines are changed one by one, so that comments are preserved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_RECIPES = {"output_dir", "model_name_or_path", "learning_rate", "per_device_t
 
 
 def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
-    """Rename the keys of a YAML file with training options. Other YAML files are not changed.
+    """Rename old options in a YAML file with training options. Other YAML files are returned unchanged.
 
     Raises:
         DataError: The file is not valid YAML.
@@ -71,14 +71,16 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
 
 
 def _row_of(cls: type, name: str, options: dict[str, Any]) -> Any:
-    """Return the table's row for an old option. If ``use_vllm`` is not set, options of vLLM had no effect."""
+    """Return the row of an old option in the table of names. Without ``use_vllm``, refused options of vLLM are ignored
+    instead.
+    """
     row: Any = old_names.row_of(cls, name, options[name])
     unused = row.action == "refuse" and name.startswith("vllm_") and not options.get("use_vllm")
     return row._replace(action="ignore") if unused else row
 
 
 def _keep_behavior(config: type, node: yaml.MappingNode, options: dict[str, Any], lines: list[str]) -> list[Note]:
-    """Add the option that keeps the packing of older releases, if the file has old options. Return notes about changed
+    """Add the option with which packing works as in older releases, if the file has old options. Return notes about changed
     defaults.
     """
     rows = {name: old_names.row_of(config, name) for name in options.keys() - config.__dataclass_fields__.keys()}
@@ -97,7 +99,7 @@ def _keep_behavior(config: type, node: yaml.MappingNode, options: dict[str, Any]
 
 
 def _convert_value(kinds: Any, key: Any, value: Any, given: object, lines: list[str], notes: list[Note]) -> None:
-    """Replace an outdated value of an option that still exists. If that is not possible, add a note."""
+    """Replace an outdated value of an option whose name did not change. If there is no new value, add a note."""
     found = (value_row(kind, key.value, given) for kind in kinds if given is not None)
     row = next((row for row in found if row), None)
     if row is not None and row.action == "refuse":
@@ -110,8 +112,8 @@ def _convert_value(kinds: Any, key: Any, value: Any, given: object, lines: list[
 
 
 def config_of(options: dict[str, Any]) -> type:
-    """Return the config class to which most of these options belong. Options that a config rejects count less. If
-    several classes have the same number of options, the first is returned.
+    """Return the config class to which most of the options belong. Options that a config rejects have less weight. If
+    several classes have the same number of options, return the first of them.
     """
 
     def known(kind: type) -> float:

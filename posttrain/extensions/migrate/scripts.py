@@ -1,4 +1,4 @@
-"""`migrate_script`: migrates a script of TRL with the table in `posttrain.compat.trl_names`. The formatting is preserved."""
+"""`migrate_script`: rewrite a script of TRL with the table in `posttrain.compat.trl_names`. The formatting is preserved."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from posttrain.methods.sft import OLD_DATASET_KWARGS
 
 PACKAGES = ("trl", "posttrain")
 SHARED = "TrainingArguments"  # Class of transformers that trainers of older TRL releases accepted as config.
-# Parser of transformers. It does not convert options of older releases.
+# Parser of transformers. Unlike `TrlParser`, it does not convert options of older releases.
 PLAIN_PARSER = "HfArgumentParser"
 PARSERS = {"TrlParser", PLAIN_PARSER}
 COLLATOR = "DPODataCollatorWithPadding"
-TEXTS = ("formatting_func", "dataset_text_field")  # Arguments that only apply to rows of plain text.
+TEXTS = ("formatting_func", "dataset_text_field")  # Arguments that have an effect only on rows of plain text.
 
 ADDED_TOKENS = (
     "add_special_tokens: removed. Rows of messages get the tokens of the chat template alone, as before; for rows of text set "
@@ -40,17 +40,17 @@ ADDED_TOKENS = (
 
 
 def migrate_script(text: str, path: str) -> tuple[str, list[Note]]:
-    """Rewrite a script for this package.
+    """Rewrite a script of TRL for this package.
 
     Args:
         text: Source code of the script.
         path: Path of the script, for error messages.
 
     Returns:
-        The new source code, and the places that must be changed manually.
+        The new source code, and notes about places that must be changed manually.
 
     Raises:
-        DataError: The text is not valid Python. The error contains the path and the line.
+        DataError: The text is not valid Python. The message contains the path and the line.
     """
     if not any(package in text for package in PACKAGES):
         return text, []
@@ -74,7 +74,7 @@ def migrate_script(text: str, path: str) -> tuple[str, list[Note]]:
 
 
 def fault_of(text: str) -> SyntaxError | None:
-    """Return the error of source code that Python cannot compile, or None."""
+    """Return the syntax error of source code. Return None if Python can compile the code."""
     try:
         compile(text, "script", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
@@ -83,10 +83,10 @@ def fault_of(text: str) -> SyntaxError | None:
 
 
 def parsed(text: str, path: str) -> cst.Module:
-    """Parse a script.
+    """Parse the source code of a script.
 
     Raises:
-        DataError: The text is not valid Python. The error contains the path and the line.
+        DataError: The text is not valid Python. The message contains the path and the line.
     """
     try:
         return cst.parse_module(text)
@@ -95,28 +95,29 @@ def parsed(text: str, path: str) -> cst.Module:
 
 
 class Script(cst.CSTVisitor):
-    """Analysis of a script: imports, variables that contain configs, parsers and trainers, and the calls that create them.
+    """Analysis of a script: its imports, its variables with configs, parsers and trainers, and the calls that create these
+    objects.
 
     Attributes:
-        positions: Positions of nodes.
-        imported: TRL's names by their local names.
-        modules: Local names of the package `trl`.
-        starred: Whether the script imports all names (``import *``).
+        positions: Positions of syntax nodes in the source code.
+        imported: Mapping from local names to the names in TRL under which they were imported.
+        modules: Local names of the packages `trl` and `posttrain`.
+        starred: Whether the script imports all names of a package (``import *``).
         is_of_trl: Whether the script imports from `trl`.
-        is_old: Whether the script has code that TRL no longer accepts since it has ``packing_strategy``.
-        own: Maps classes that the script defines to their annotated fields.
-        dropped: Imported names that are no longer used.
+        is_old: Whether the script has code for TRL releases before ``packing_strategy``, which TRL no longer accepts.
+        own: Mapping from classes that the script defines to their annotated fields.
+        dropped: Imported names that are no longer used after the migration.
         classes: Classes of this package by local name, including subclasses that the script defines.
-        kinds: Maps names of variables to the class of this package whose instance they contain.
-        made: Maps names of variables to the call that creates their config.
-        lines: Maps names of variables to the line at which they are assigned.
-        mappings: Maps names of variables to the keys of the dict that they contain.
-        calls: Calls of classes of this package, with the class.
-        added: Arguments that move from calls of trainers to calls of configs.
+        kinds: Mapping from variables to the class of this package of which they contain an instance.
+        made: Mapping from variables to the calls that create their value.
+        lines: Mapping from variables to the line of their assignment.
+        mappings: Mapping from variables to the keys of the dict that they contain.
+        calls: Mapping from calls of classes of this package to the class.
+        added: Arguments that move from calls of trainers to calls of configs, by call of the config.
         replaced: Names of the configs that replace ``TrainingArguments``, by call.
-        renamed: New names by local name.
-        needed: Names that must be imported.
-        uses: Number of occurrences of each name, except imports of ``TrainingArguments``.
+        renamed: Mapping from local names to new names.
+        needed: Names that the migrated script must import.
+        uses: Number of occurrences of each name. Imports of ``TrainingArguments`` are not counted.
         notes: Places that must be changed manually.
     """
 
@@ -153,12 +154,12 @@ class Script(cst.CSTVisitor):
         return self.positions[node].start.line
 
     def note(self, node: cst.CSTNode, text: str, argument: str = "", *, check: bool = False) -> None:
-        """Add a note about a node, or about one of its arguments."""
+        """Add a note about a node, or about the argument ``argument`` of a call."""
         place = by_name(node).get(argument, node) if isinstance(node, cst.Call) else node
         self.notes.append(Note(self.line(place), text, check=check))
 
     def visit_Import(self, node: cst.Import) -> None:
-        """Record the local name of the package `trl`."""
+        """Record the local names of the packages `trl` and `posttrain`."""
         for alias in node.names:
             name = get_full_name_for_node(alias.name) or ""
             self.is_of_trl |= name.partition(".")[0] == "trl"
@@ -166,7 +167,7 @@ class Script(cst.CSTVisitor):
                 self.modules.add(alias.evaluated_alias or name.partition(".")[0])
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
-        """Record imported names and classes, and add notes about names that this package does not have."""
+        """Record imported names and classes. Add notes about names that this package does not have."""
         package = get_full_name_for_node(node.module) or "" if node.module else ""
         self.is_of_trl |= package.partition(".")[0] == "trl"
         if isinstance(node.names, cst.ImportStar) or node.relative:
@@ -191,7 +192,7 @@ class Script(cst.CSTVisitor):
                 self.classes[local] = known
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        """Record a subclass. Add notes about its methods that this package never calls."""
+        """Record a class definition. Add notes about overridden methods that this package never calls."""
         parts = [part for item in node.body.body if isinstance(item, cst.SimpleStatementLine) for part in item.body]
         self.own[node.name.value] = {code(part.target): part for part in parts if isinstance(part, cst.AnnAssign)}
         if any(code(item.value) in PARSERS for item in node.bases):
@@ -217,7 +218,7 @@ class Script(cst.CSTVisitor):
         return self.classes.get(name)
 
     def visit_Call(self, node: cst.Call) -> None:
-        """Record calls of classes of this package, and add notes about calls of methods that do not exist."""
+        """Record calls of classes of this package. Add notes about calls of methods that do not exist in this package."""
         kind, function = self.kind_of(node.func), code(node.func)
         if kind is not None:
             self.calls[node] = kind
@@ -258,7 +259,7 @@ class Script(cst.CSTVisitor):
                     self.kinds[item.value.value] = kind
 
     def collect_moves(self) -> None:
-        """Find arguments of trainers that have become options of configs, and the calls that create these configs."""
+        """Find arguments of trainers that are now options of configs, and find the calls that create these configs."""
         self.is_old = "ConstantLengthDataset" in self.imported.values()
         for call, kind in self.calls.items():
             self.is_old |= bool(REMOVED & by_name(call).keys()) or (
@@ -312,8 +313,8 @@ class Script(cst.CSTVisitor):
                 self.notes = [note for note in self.notes if not note.text.startswith(f"{COLLATOR} does not exist")]
 
     def note_readers(self) -> None:
-        """Add notes about parsers that read ``TrainingArguments``, because they reject options of older releases. Also
-        add notes about changed defaults of other configs.
+        """Add notes about parsers of ``TrainingArguments``, because such parsers reject options of older releases. Also
+        add notes about other parsed configs whose defaults changed.
         """
         configs = {kind.config_class for kind in self.calls.values() if not is_dataclass(kind)}
         config = configs.pop() if len(configs) == 1 else posttrain.PostTrainingConfig
@@ -348,15 +349,15 @@ class Script(cst.CSTVisitor):
                 )
 
     def is_free_of_shared(self) -> bool:
-        """Return whether every use of ``TrainingArguments`` was replaced."""
+        """Return whether all uses of ``TrainingArguments`` in the script are replaced."""
         return bool(self.replaced) and self.uses[SHARED] == len(self.replaced)
 
     def visit_Name(self, node: cst.Name) -> None:
-        """Count the uses of names."""
+        """Count the occurrences of a name."""
         self.uses[node.value] += 1
 
     def config_call(self, given: cst.BaseExpression | None) -> cst.Call | None:
-        """Return the call that creates a config. Return None if there is no such call, or more than one."""
+        """Return the call that creates the config ``given``. Return None if there is no such call or more than one."""
         if isinstance(given, cst.Call):
             return given if given in self.calls else None
         made = self.made.get(given.value, []) if isinstance(given, cst.Name) else []
@@ -372,7 +373,7 @@ class Rewriter(cst.CSTTransformer):
         self.needed = script.needed - {name for local, name in script.imported.items() if local == name}
 
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import:
-        """Rename the package `trl`."""
+        """Replace the package `trl` by `posttrain`."""
         return updated_node.with_changes(
             names=[alias.with_changes(name=renamed_package(alias.name)) for alias in updated_node.names]
         )
@@ -380,7 +381,7 @@ class Rewriter(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel | cst.RemovalSentinel:
-        """Rewrite an import from `trl`. Names that are now in other packages get their own import statements."""
+        """Rewrite an import from `trl`. Names that are now in another module get a separate import statement."""
         node = updated_node.body[0]
         if not isinstance(node, cst.ImportFrom) or node.module is None or node.relative:
             return updated_node
@@ -426,7 +427,7 @@ class Rewriter(cst.CSTTransformer):
         return cst.FlattenSentinel(lines)
 
     def without_unused(self, line: cst.SimpleStatementLine, node: cst.ImportFrom) -> cst.SimpleStatementLine:
-        """Remove names of transformers that this package replaces from an import. If no other name is left, keep the import."""
+        """Remove names that this package replaces from an import of transformers. If no other name is left, keep the import."""
         unused = {PLAIN_PARSER} & self.script.renamed.keys()
         unused |= {SHARED} if self.script.is_free_of_shared() else set()
         parts: Any = node.names
@@ -437,7 +438,7 @@ class Rewriter(cst.CSTTransformer):
         return line.with_changes(body=[node.with_changes(names=names)])
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        """Import the names that could not be added to an existing import statement."""
+        """Add an import statement for the names that could not be added to an existing statement."""
         if not self.needed:
             return updated_node
         names = [cst.ImportAlias(cst.Name(name)) for name in sorted(self.needed)]
@@ -451,7 +452,7 @@ class Rewriter(cst.CSTTransformer):
         return updated_node.with_changes(body=body)
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
-        """Rename a class."""
+        """Replace a local name by its new name."""
         new = self.script.renamed.get(updated_node.value)
         return updated_node.with_changes(value=new) if new else updated_node
 
@@ -460,7 +461,7 @@ class Rewriter(cst.CSTTransformer):
         return False
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
-        """Rename the package `trl`, moved classes, and options that are read from a config."""
+        """Replace the package `trl`, moved classes, and renamed options that are read from a config."""
         base = original_node.value
         if not isinstance(base, cst.Name):
             return updated_node
@@ -479,7 +480,7 @@ class Rewriter(cst.CSTTransformer):
         return updated_node
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        """Convert the arguments of a config or a trainer."""
+        """Convert the arguments in a call of a config or a trainer."""
         kind = self.script.calls.get(original_node)
         if kind is None:
             return self.with_old_flags(with_dtype(updated_node))
@@ -509,7 +510,7 @@ class Rewriter(cst.CSTTransformer):
         return self.converted(original_node, kind, call)
 
     def with_old_flags(self, call: cst.Call) -> cst.Call:
-        """Replace a parsing method of transformers by the method of this package that converts options of older releases."""
+        """Replace a method of transformers' parser by the method of this package that converts options of older releases."""
         name = get_full_name_for_node(call.func) or ""
         variable, _, method = name.partition(".")
         kinds = self.script.parsers.get(variable, ())
@@ -518,7 +519,7 @@ class Rewriter(cst.CSTTransformer):
         return call.with_changes(func=dotted(f"{variable}.parse_args_and_config"))
 
     def look_into(self, arg: cst.Arg, kind: type) -> None:
-        """Add notes about old names in a mapping that is unpacked in a call (``**mapping``)."""
+        """Add notes about old argument names in a mapping that is unpacked in a call (``**mapping``)."""
         keys = keys_of(arg.value) or self.script.mappings.get(code(arg.value))
         if keys is None:
             self.script.note(arg, f"{kind.__name__}({code(arg).strip(', ')}): names in the mapping were not checked.")
@@ -528,7 +529,7 @@ class Rewriter(cst.CSTTransformer):
                 self.script.note(arg, f"{name}: {row.replacement if row else f'{kind.__name__} has no such argument'}")
 
     def converted(self, node: cst.Call, kind: type, call: cst.Call) -> cst.Call:
-        """Convert old names of a call's arguments."""
+        """Convert the arguments of a call that have an old name or an old value."""
         for name, arg in by_name(call).items():
             value = value_of(arg.value)
             row = row_of(kind, name, value)
@@ -545,7 +546,7 @@ class Rewriter(cst.CSTTransformer):
         return self.checked(node, kind, call)
 
     def checked(self, node: cst.Call, kind: type, call: cst.Call) -> cst.Call:
-        """Add the option that keeps the packing of older releases. Add notes about changed defaults and the EOS token."""
+        """Add the option with which packing works as in older releases. Add notes about changed defaults and the EOS token."""
         script, given = self.script, by_name(call)
         if issubclass(kind, posttrain.SFTTrainer):
             made = script.config_call(given_config(kind, node))
@@ -573,7 +574,7 @@ class Rewriter(cst.CSTTransformer):
         return call
 
     def value(self, node: cst.Call, call: cst.Call, name: str, row: TRLName) -> cst.Call:
-        """Replace an outdated value of an argument that still exists."""
+        """Replace an outdated value of an argument whose name did not change."""
         if row.action == "ignore":
             return without(call, name)
         given = code(by_name(call)[name].value)
@@ -583,7 +584,7 @@ class Rewriter(cst.CSTTransformer):
         return exchanged(call, name, cst.Name(name), cst.parse_expression(f"{given[-1]}{row.replacement}{given[-1]}"))
 
     def argument(self, node: cst.Call, kind: type, call: cst.Call, name: str, row: TRLName) -> cst.Call:
-        """Rename, move or remove one argument, as its row of the table requires."""
+        """Rename, move or remove one argument, as the argument's row in the table of names requires."""
         given = by_name(call)
         arg, value = given[name], value_of(given[name].value)
         target, _, literal = row.replacement.partition("=")
@@ -636,7 +637,7 @@ class Rewriter(cst.CSTTransformer):
         return without(exchanged(call, option, cst.Name(option), mapping), name)
 
     def with_loss(self, node: cst.Call, kind: type, call: cst.Call, name: str, loss: str) -> cst.Call:
-        """Convert the weight of a loss term to one entry each in ``loss_type`` and ``loss_weights``."""
+        """Convert an argument with the weight of a loss term to an entry in ``loss_type`` and an entry in ``loss_weights``."""
         given = by_name(call)
         losses = value_of(given["loss_type"].value) if "loss_type" in given else old_names.default_losses(kind)
         losses = [losses] if isinstance(losses, str) else losses
@@ -682,7 +683,7 @@ def code(node: cst.CSTNode) -> str:
 
 
 def by_name(call: cst.Call) -> dict[str, cst.Arg]:
-    """Return the keyword arguments of a call."""
+    """Return the keyword arguments of a call by their names."""
     return {arg.keyword.value: arg for arg in call.args if arg.keyword}
 
 
@@ -693,7 +694,7 @@ def exchanged(call: cst.Call, name: str, keyword: cst.Name, value: cst.BaseExpre
 
 
 def class_of(name: str) -> Any:
-    """Return the config or trainer of this package with TRL's name, or None."""
+    """Return the config or trainer of this package for a name in TRL. Return None for other names."""
     row = imports().get(name)
     if row is not None and row.action == "rename" and row.replacement.startswith("posttrain."):
         name = row.replacement.rpartition(".")[2]
@@ -704,7 +705,7 @@ def class_of(name: str) -> Any:
 
 
 def place_of(name: str, module: str, *, moves: bool = True) -> tuple[str, str]:
-    """Return the module and the new name for a name of TRL. With ``moves``, public names are imported from ``posttrain``."""
+    """Return the module and the new name for a name of TRL. With ``moves``, the module of public names is ``posttrain``."""
     row = imports().get(name)
     if row is not None and row.action == "rename":
         path, _, new = row.replacement.rpartition(".")
@@ -715,7 +716,7 @@ def place_of(name: str, module: str, *, moves: bool = True) -> tuple[str, str]:
 
 
 def given_config(kind: type, call: cst.Call) -> cst.BaseExpression | None:
-    """Return the config that is passed to a trainer, by keyword or by position, or None."""
+    """Return the config that is passed to a trainer by keyword or by position. Return None if no config is passed."""
     place = list(inspect.signature(kind.__init__).parameters).index("args") - 1
     plain = [arg.value for arg in call.args if not arg.keyword and not arg.star]
     by_name = [arg.value for arg in call.args if arg.keyword and arg.keyword.value in ("args", "config")]
@@ -723,8 +724,8 @@ def given_config(kind: type, call: cst.Call) -> cst.BaseExpression | None:
 
 
 def row_of(kind: Any, name: str, value: object = ANY) -> TRLName | None:
-    """Return the table's row for an argument. If the argument of a trainer has no row, use the row of the config option
-    of this name, unless that option is only renamed.
+    """Return the row of an argument in the table of names. If a trainer's argument has no row, use the row of the config option
+    of this name, if the option is refused or ignored.
     """
     row = old_names.row_of(kind, name, value)
     if row is None and not is_dataclass(kind) and old_names.unknown_arguments(kind, [name]):
@@ -734,7 +735,7 @@ def row_of(kind: Any, name: str, value: object = ANY) -> TRLName | None:
 
 
 def keys_of(node: cst.BaseExpression) -> list[str] | None:
-    """Return the keys of a dict literal or of a call of ``dict``, or None for other expressions."""
+    """Return the keys of a dict literal or of a call of ``dict``. Return None for other expressions."""
     if isinstance(node, cst.Call) and code(node.func) == "dict" and all(arg.keyword for arg in node.args):
         return list(by_name(node))
     if isinstance(node, cst.Dict) and all(isinstance(item, cst.DictElement) for item in node.elements):
@@ -744,7 +745,7 @@ def keys_of(node: cst.BaseExpression) -> list[str] | None:
 
 
 def without_vllm(call: cst.Call) -> bool:
-    """Return whether a config is created without vLLM. The vLLM options of such a config had no effect."""
+    """Return whether a config is created without vLLM. The vLLM options of such a config have no effect."""
     given = by_name(call)
     return not any(arg.star for arg in call.args) and (
         "use_vllm" not in given or value_of(given["use_vllm"].value) is False
@@ -752,12 +753,12 @@ def without_vllm(call: cst.Call) -> bool:
 
 
 def options_of(config: type) -> set[str]:
-    """Return the names of a config's options."""
+    """Return the names of all options of a config class."""
     return {item.name for item in fields(config)}
 
 
 def is_option(kind: type, name: str, value: object) -> bool:
-    """Return whether an argument of a trainer is an option of its config."""
+    """Return whether an argument of a trainer is now an option of the trainer's config."""
     if not old_names.unknown_arguments(kind, [name]) or old_names.row_of(kind, name):
         return False
     config = kind.config_class
@@ -773,7 +774,7 @@ def value_of(node: cst.BaseExpression) -> Any:
 
 
 def names_in(node: cst.CSTNode) -> list[str]:
-    """Return the names in an expression."""
+    """Return all names that occur in an expression."""
     names = [node.value] if isinstance(node, cst.Name) else []
     return names + [name for child in node.children for name in names_in(child)]
 
@@ -784,7 +785,7 @@ def dotted(path: str) -> Any:
 
 
 def renamed_package(node: cst.BaseExpression) -> Any:
-    """Replace ``trl`` by this package at the start of a dotted name."""
+    """Replace ``trl`` at the start of a dotted name by ``posttrain``."""
     name = get_full_name_for_node(node) or ""
     first, dot, rest = name.partition(".")
     return dotted(f"posttrain{dot}{rest}") if first == "trl" else node
@@ -793,7 +794,7 @@ def renamed_package(node: cst.BaseExpression) -> Any:
 def joined(
     names: Sequence[cst.ImportAlias], last: cst.Comma | cst.MaybeSentinel, *, one_line: bool
 ) -> list[cst.ImportAlias]:
-    """Separate imported names with commas. ``last`` follows the last name."""
+    """Separate imported names with commas. ``last`` is the comma or the end after the last name."""
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     result = [
         alias.with_changes(comma=comma) if one_line or isinstance(alias.comma, cst.MaybeSentinel) else alias
@@ -803,13 +804,13 @@ def joined(
 
 
 def equal_sign(call: cst.Call) -> cst.AssignEqual:
-    """Return the equal sign of a call's first keyword."""
+    """Return the equal sign, with its spaces, of a call's first keyword argument."""
     plain = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     return next((arg.equal for arg in call.args if isinstance(arg.equal, cst.AssignEqual)), plain)
 
 
 def with_argument(call: cst.Call, arg: cst.Arg) -> cst.Call:
-    """Append an argument. The new argument gets its own line if all other arguments have their own lines."""
+    """Append an argument to a call. The new argument gets its own line if all other arguments have their own lines."""
     if not call.args:
         return call.with_changes(args=[cst.Arg(arg.value, arg.keyword, equal=equal_sign(call))])
     *before, last = call.args
@@ -854,7 +855,7 @@ def without(call: cst.Call, name: str) -> cst.Call:
 
 
 def with_defaults(call: cst.Call, config: type) -> cst.Call:
-    """Add the values that ``TrainingArguments`` uses by default, where the config has other defaults."""
+    """Add the default values of ``TrainingArguments`` as arguments, where the defaults of ``config`` differ."""
     own = {item.name: item.default for item in fields(config)}
     given = by_name(call)
     for item in fields(TrainingArguments):
@@ -864,8 +865,8 @@ def with_defaults(call: cst.Call, config: type) -> cst.Call:
 
 
 def last_argument(arg: cst.Arg, removed: cst.Arg) -> cst.Arg:
-    """Format an argument as the last argument of a call. The argument keeps its comment and gets the line end of the
-    removed last argument.
+    """Format an argument as the last argument of a call, after the last argument was removed. The argument keeps its
+    comment and gets the line end of the removed argument.
     """
     comma: Any = arg.comma
     space = comma.whitespace_after

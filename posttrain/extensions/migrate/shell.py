@@ -1,4 +1,4 @@
-"""`migrate_shell`: rewrite ``trl COMMAND`` in shell scripts and in lines of notebooks, word by word."""
+"""`migrate_shell`: rewrite ``trl COMMAND`` word by word in shell scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.compat.trl_names import value_row
 from posttrain.extensions.migrate.behavior import REMOVED
 from posttrain.extensions.migrate.note import Note
 
-# A command starts a line, or follows another command or variable assignments.
+# A command is at the start of a line, or after another command or variable assignments.
 SETTINGS = r"(?:\w+=\S*[ \t]+)*"
 NAME = r"(?P<program>trl)[ \t]+(?P<name>[\w-]+)"
 COMMAND = re.compile(rf"(?:^|[;&|(]|\bthen\b|\bdo\b)[ \t]*{SETTINGS}{NAME}", re.MULTILINE)
@@ -31,10 +31,10 @@ SAME = ("env", "vllm-serve")  # Commands that have the same name in posttrain an
 
 
 def migrate_shell(text: str, *, notebook: bool = False) -> tuple[str, list[Note]]:
-    """Rewrite TRL's commands in a shell script, or in lines of a notebook's cell that begin with ``!``.
+    """Rewrite TRL's commands in a shell script, or in the lines of a notebook cell that begin with ``!``.
 
     Returns:
-        The new text, and the places that must be changed manually.
+        The new text, and notes about places that must be changed manually.
     """
     notes, parts, end = [], [], 0
     for found in (IN_NOTEBOOK if notebook else COMMAND).finditer(text):
@@ -94,7 +94,7 @@ def _options(text: str, command: str, line: int, notes: list[Note]) -> str:
 
 
 def _value(values: str) -> Any:
-    """Return the value of an option, or True for an option without a value."""
+    """Return the value of a command-line option. Return True for an option without a value."""
     word = re.sub(r"\\\n", " ", values).strip().lstrip("=").strip("'\"")
     try:
         return ast.literal_eval({"true": "True", "false": "False", "": "True"}.get(word, word))

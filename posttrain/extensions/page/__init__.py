@@ -1,1 +1,1 @@
-"""The commands `report` (page of recorded runs) and `inspect` (rows of a dataset)."""
+"""The commands `report`, which writes a page about recorded runs, and `inspect`, which shows the rows of a dataset."""

@@ -1,7 +1,7 @@
 """Builds the report page: one HTML file that needs no network and cannot execute recorded text.
 
-Texts are escaped, and data is JSON that cannot close its HTML element. A content security policy allows only the page's
-own script, which is identified by its hash. If a completion contains HTML, it is shown as text.
+Texts are escaped. Data is embedded as JSON that cannot close its HTML element. A content security policy allows only the
+page's own script, which is identified by its hash. HTML in a completion is therefore shown as text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from posttrain.report.progress import MAIN, logged_labels
 from posttrain.report.record import flat
 from posttrain.report.templates import environment
 
-LONGEST = 4000  # Maximum number of characters of a completion. The middle of a longer completion is omitted.
+LONGEST = 4000  # Maximum number of characters of a completion. For a longer completion, the middle is omitted.
 TAIL = 0.1  # The final value of a metric is the mean over this fraction of its latest points.
 ABSENT = "—"
 BESIDE_THE_POINT = ("config.output_dir", "config.logging_dir", "config.run_name", "started", "first_started")
@@ -46,7 +46,7 @@ TITLES = {
 
 MOST_POINTS = 1500  # Maximum number of points per curve on the page.
 
-# Panels of the page, in order: heading -> {panel title with unit: pattern of metric names}.
+# Panels of the page in order: each heading maps to {panel title with unit: pattern of metric names}.
 LAYOUT: dict[str, dict[str, str]] = yaml.safe_load((TEMPLATES / "layout.yaml").read_text(encoding="utf-8"))
 OTHER = "More"
 
@@ -64,7 +64,7 @@ def number(value: float) -> str:
 
 
 def middle_out(value: str) -> str:
-    """Omit the middle of a long text."""
+    """Omit the middle of a text with more than `LONGEST` characters."""
     half = LONGEST // 2
     if len(value) <= LONGEST:
         return value
@@ -72,7 +72,7 @@ def middle_out(value: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Format a setting as text."""
+    """Format the value of a setting as text."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
@@ -95,14 +95,14 @@ environment(TEMPLATES).filters.update({f.__name__: f for f in (number, middle_ou
 
 @dataclass
 class Panel:
-    """Chart of several metrics with a common axis.
+    """Chart of several metrics that share one axis.
 
     Attributes:
         key: Id of the HTML element.
         group: Heading above the panel.
         title: Title including the unit.
-        metrics: Names of the metrics.
-        signs: Titles of problems that these metrics may show.
+        metrics: Names of the metrics in the chart.
+        signs: Titles of problems for which these metrics show signs.
         spoken: Text that describes the curves for screen readers.
     """
 
@@ -133,7 +133,7 @@ def panel_of(name: str) -> tuple[str, str]:
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """Return the panels that contain all metrics of all runs, in the order of the page."""
+    """Return the panels for all metrics of all runs, in the order of the page."""
     by_panel: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(name for run in runs for name in run.series):
         by_panel.setdefault(panel_of(name), []).append(name)
@@ -148,14 +148,14 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
 
 
 def _rank(name: str) -> int:
-    """Return a sort key that places means before minima and maxima. Means then get the first colors."""
+    """Return a sort key that places minima and maxima after all other metrics. Means then get the first colors."""
     return 1 if re.search(r"(^|[/_])(min|max|low|high)", name) else 0
 
 
 def groups_of(
     panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Sequence[Verdict]]
 ) -> dict[str, list[Panel]]:
-    """Group panels by heading. Set the problems and the description of each panel."""
+    """Group panels by heading. Also set ``signs`` and ``spoken`` of each panel."""
     seen = [verdict for of_run in verdicts for verdict in of_run if verdict.status == "seen"]
     groups: dict[str, list[Panel]] = {}
     for panel in sorted(panels, key=lambda panel: panel.group == OTHER):
@@ -174,12 +174,12 @@ def _spoken(run: Run, name: str) -> str:
 
 
 def figures(panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Sequence[Verdict]]) -> dict[str, Any]:
-    """Return the JSON-compatible data that the page's script draws: panels with curves, findings and shaded ranges.
+    """Return the data that the page's script draws, as JSON-compatible values: panels with curves, findings and shaded ranges.
 
     Args:
         panels: Panels from `panels_of`.
-        runs: Runs in the order in which colors are assigned.
-        verdicts: Results of the rules for each run.
+        runs: Runs. Colors are assigned in this order.
+        verdicts: Verdicts of the log rules for each run.
     """
     of_metric = {name: panel for panel in panels for name in panel.metrics}
     marks: dict[str, list[dict[str, Any]]] = {panel.key: [] for panel in panels}
@@ -190,7 +190,7 @@ def figures(panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Seq
             text = f"{finding.code}: {finding.what}"
             marks[key].append({"run": at, "step": mark.step, "severity": finding.severity, "text": text})
         for verdict in verdicts[at]:
-            # Use a set, so that a panel is shaded only once even if two of its metrics are affected.
+            # Use a set, so that a panel is shaded once even if two of its metrics are affected.
             for key in {of_metric[name].key for name in verdict.rule.metrics if verdict.spans and name in of_metric}:
                 spans[key].append({"run": at, "text": verdict.title, "spans": verdict.spans})
     drawn = [
@@ -226,7 +226,7 @@ def _short(value: float) -> float | None:
 
 
 def thinned(series: Series, most: int = MOST_POINTS) -> Series:
-    """Reduce the points of a long curve. The minimum and the maximum of every interval are kept, so outliers stay visible.
+    """Reduce the points of a long curve. Keep the minimum and the maximum of every interval, so that outliers stay visible.
 
     >>> short = thinned(Series(list(range(9999)), [0.0] * 5000 + [7.0] + [0.0] * 4998, [0.0] * 9999), 100)
     >>> len(short.steps) <= 104, max(short.values)
@@ -249,8 +249,8 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 
 
 class Card(NamedTuple):
-    """A log rule with its results in the runs on the page. ``status`` is the worst result of all runs. Each result
-    contains the index of its run.
+    """A log rule with its verdicts in the runs on the page. ``status`` is the worst status of all runs. Each verdict is
+    stored together with the index of its run.
     """
 
     rule: Rule
@@ -273,7 +273,9 @@ def _cards(verdicts: Sequence[Sequence[Verdict]]) -> list[Card]:
 
 
 def content(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the content of the page: ``sections`` maps names to HTML, and ``data`` contains the data of the charts."""
+    """Return the content of the page as a dict. ``sections`` maps names to HTML, and ``data`` contains the data of the
+    charts.
+    """
     verdicts = [review(run.rows) for run in runs]
     panels = panels_of(runs)
     make: Any = environment(TEMPLATES).get_template("sections.html.jinja").module
@@ -293,8 +295,8 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
-    """Return the settings that differ between the runs, with one value per run. Also return the number of settings that
-    are equal.
+    """Return the settings that differ between the runs, with one value per run. Also return the number of settings that are
+    equal in all runs.
     """
     manifests = [flat(run.manifest) for run in runs]
     differ, same = {}, 0
@@ -308,7 +310,9 @@ def _settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
 
 
 def final(run: Run, name: str) -> float | None:
-    """Return the mean over the last tenth of a curve. A single noisy step has little effect on this mean."""
+    """Return the mean over the last tenth of a curve, so that a single noisy step has little effect. Return None for no
+    points.
+    """
     points = run.series[name].finite if name in run.series else []
     if not points:
         return None
@@ -316,8 +320,8 @@ def final(run: Run, name: str) -> float | None:
 
 
 def _finals(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, list[tuple[str, str]]]:
-    """Return cells ``(value, change)`` for every metric: its final value and, for a single run, also the first value, the
-    minimum and the maximum.
+    """Return table cells ``(value, change)`` for every metric. There is one cell per run with the final value. For a single
+    run, further cells contain the first value, the minimum and the maximum.
     """
     rows = {}
     for name in (name for panel in panels for name in panel.metrics):
@@ -345,7 +349,7 @@ def _change(first: float | None, value: float | None) -> str:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Render the page for runs returned by `posttrain.extensions.page.run.read_runs`."""
+    """Return the HTML page for runs that `posttrain.extensions.page.run.read_runs` returned."""
     page = content(runs)
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -369,13 +373,13 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _json(value: object) -> str:
-    """Serialize to JSON that cannot close the HTML element around it."""
+    """Serialize a value to JSON that cannot close the surrounding HTML element."""
     dumped = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return dumped.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def write_page(runs: Sequence[Run], path: str | Path) -> Path:
-    """Write the page atomically.
+    """Write the HTML page for runs to a file atomically, and return its path.
 
     Raises:
         ConfigError: The file cannot be written.

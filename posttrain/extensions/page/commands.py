@@ -1,4 +1,4 @@
-"""`inspect` and `report`: the commands of these names. Their modules are imported only when a command runs."""
+"""Commands `inspect` and `report`. The modules that implement a command are imported when the command runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def inspect(argv: list[str]) -> int:
-    """Show the rows that a training command would train on: text, masks, lengths and findings."""
+    """Show the rows on which a training command would train, with text, masks, lengths and findings."""
     from posttrain.extensions.page.inspect_command import run
 
     return run(argv)
 
 
 def report(argv: list[str]) -> int:
-    """Write one HTML file about recorded runs: curves, findings, completions and a comparison.
+    """Write one HTML file about recorded runs. It contains curves, findings, completions and a comparison.
 
     Returns:
         0.

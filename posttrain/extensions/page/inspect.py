@@ -1,4 +1,4 @@
-"""Summaries of rows as the model receives them, with statistics and colored text, for a terminal or an HTML file."""
+"""Summaries of tokenized rows for a terminal or an HTML file, with statistics and colored text."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).with_name("templates")
 
 BINS = 12
-# If the maximum length is more than TAIL times the 99th percentile, the longest sequences share the last bin.
+# Sequences above the 99th percentile share the last bin if the maximum length is more than TAIL times this percentile.
 TAIL = 3
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
-# Maximum number of tokens per row on a terminal (about one screen). The middle of a longer row is omitted.
+# Maximum number of tokens per row on a terminal (about one screen). For a longer row, the middle is omitted.
 SCREEN_TOKENS = 400
 FILE_TOKENS = 2000  # Maximum number of tokens per row in a file (about ten screens).
 BAR = 40
-STYLES = {  # The key is (trained, special).
+STYLES = {  # Each key is (trained, special).
     (True, False): "bold green",
     (False, False): "dim",
     (True, True): "bold magenta underline",
@@ -46,13 +46,13 @@ SEVERITIES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of one token, or of several tokens that together encode one character.
+    """Text of one token, or of several tokens that encode one character together.
 
     Attributes:
         text: Decoded text.
         ids: Token ids.
         trained: Whether the tokens contribute to the loss.
-        role: Role of a special token (``"eos, pad"`` or ``"special"``). Empty for ordinary text.
+        role: Role of a special token, for example ``"eos, pad"`` or ``"special"``. Empty for ordinary text.
     """
 
     text: str
@@ -63,16 +63,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownSequence:
-    """A sequence that is shown: a prompt and one completion.
+    """A sequence that a summary shows: a prompt with one completion.
 
     Attributes:
-        row, completion: Number of the row and of the completion. ``completion`` is None if the row has only a prompt.
+        row, completion: Numbers of the row and of the completion. ``completion`` is None if the row has only a prompt.
         completions: Number of completions of the row.
-        pieces: Text of the sequence.
-        tokens, trained: Number of tokens, and number of trained tokens.
-        bos, eos: Number of bos tokens and of eos tokens.
-        codes: Codes of the findings that this sequence illustrates.
-        pictures: Images of the sequence, in order.
+        pieces: Pieces of text that form the sequence.
+        tokens, trained: Number of tokens, and number of tokens that contribute to the loss.
+        bos, eos: Number of bos tokens, and number of eos tokens.
+        codes: Codes of the findings for which the sequence is an example.
+        pictures: Images of the sequence, in reading order.
     """
 
     row: int
@@ -89,11 +89,11 @@ class ShownSequence:
 
 @dataclass(frozen=True)
 class SpecialToken:
-    """Occurrences of a special token in the rows.
+    """Number of occurrences of a special token in the rows.
 
     Attributes:
         text, id, role: Text, id and role of the token.
-        total, trained: Number of occurrences over all sequences, and how many of them contribute to the loss.
+        total, trained: Number of occurrences in all sequences, and number of occurrences that contribute to the loss.
         least, most: Minimum and maximum number of occurrences in a sequence.
     """
 
@@ -108,7 +108,7 @@ class SpecialToken:
 
 @dataclass(frozen=True)
 class Bin:
-    """Bin of a histogram: ``count`` sequences have ``low`` to ``high`` tokens (both inclusive)."""
+    """Bin of a histogram: ``count`` sequences have from ``low`` to ``high`` tokens, inclusive."""
 
     low: int
     high: int
@@ -116,33 +116,33 @@ class Bin:
 
     @property
     def span(self) -> str:
-        """Range of lengths as text."""
+        """Range of lengths of the bin, as text."""
         return f"{self.low}" if self.low == self.high else f"{self.low}–{self.high}"
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a list of rows as a model receives them.
+    """Summary of a list of tokenized rows, as the model receives them.
 
     Attributes:
-        title: The command and its data.
+        title: Title with the command and the data.
         rows: Number of rows.
         sequences: Number of sequences (a prompt with one completion) over all rows.
         prompts_only: Whether rows have no completions, because completions are sampled during training.
-        tokens, trained_tokens: Counts over all sequences. The first token never contributes to the loss, because no
-            token precedes it.
+        tokens, trained_tokens: Number of tokens, and number of tokens that contribute to the loss, in all sequences. The
+            first token of a sequence never contributes, because no token precedes it.
         lengths: Statistics of the number of tokens per sequence: ``min``, ``median``, ``mean``, ``p95`` and ``max``.
         histogram: Histogram of lengths. All bins have equal width, except the last bin if there are outliers.
-        limit: Number of tokens to which sequences are truncated, or None.
+        limit: Number of tokens to which sequences are truncated. None: no limit.
         truncated: Number of truncated sequences. If the number is unknown, it is the number of sequences that are at
             least as long as the limit.
         duplicates: Number of rows that are equal to an earlier row.
-        batch_size: Number of rows per batch, from which ``padding_share`` is computed.
+        batch_size: Number of rows per batch that ``padding_share`` assumes.
         padding_share: Fraction of padding, from 0 to 1, if shuffled batches were padded to their longest sequence.
-        special: Special tokens that occur, most frequent token first.
-        shown: A few sequences.
+        special: Special tokens in the rows, most frequent first.
+        shown: Sequences to show as text.
         findings: Findings of the checks.
-        images: Number of images and of their tokens, as text. The text is empty if rows have no images.
+        images: Text with the number of images and of image tokens. Empty if rows have no images.
     """
 
     title: str
@@ -187,18 +187,18 @@ def summarise(
     batch_size: int = 8,
     title: str = "rows",
 ) -> Summary:
-    """Summarize tokenized rows of any method.
+    """Summarize tokenized rows of any method: lengths, special tokens, padding, findings and example texts.
 
     Args:
-        rows: Rows, at least one. They are not changed.
+        rows: Tokenized rows, at least one.
         tokenizer: Tokenizer of the rows.
-        limit: Number of tokens to which sequences were truncated, or None.
+        limit: Number of tokens to which sequences were truncated. None: no limit.
         truncated: Number of truncated sequences. None: count the sequences that are at least as long as the limit.
         findings: Findings of the checks.
-        show: Number of rows to show as text. They are evenly spaced.
-        numbers: Number of each row, which is shown in its title. None: the index of the row.
-        examples: Maps codes of findings to the index of an example row. These rows are shown too.
-        batch_size: Number of rows per batch, for the fraction of padding.
+        show: Number of evenly spaced rows to show as text.
+        numbers: Row number of each row for its title. None: the index of the row.
+        examples: Mapping from codes of findings to the index of an example row. These rows are also shown.
+        batch_size: Number of rows per batch. The fraction of padding depends on it.
         title: Title of the summary.
 
     Raises:
@@ -271,7 +271,7 @@ def histogram(sizes: Sequence[int]) -> list[Bin]:
 
 
 def _padding_share(flat: list[TokenSequence], rows: int, batch_size: int) -> float:
-    """Compute the fraction of padding if one epoch were read in shuffled batches, as in training."""
+    """Compute the fraction of padding if the rows were read in shuffled batches and padded to the longest sequence."""
     sizes: dict[int, list[int]] = {}
     for item in flat:
         sizes.setdefault(item.row, []).append(len(item.ids))
@@ -289,7 +289,7 @@ def _padding_share(flat: list[TokenSequence], rows: int, batch_size: int) -> flo
 
 
 def _roles(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the roles of special tokens by id. A token can have several roles."""
+    """Return the roles of each special token by its id. A token can have several roles."""
     added = tokenizer.added_tokens_decoder
     special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
     uses: dict[int, list[str]] = {i: [] for i in special}
@@ -355,9 +355,9 @@ def _shown(
 def pieces_of(ids: list[int], trained: list[bool], tokenizer: Tokenizer, roles: dict[int, str]) -> Iterator[Piece]:
     """Yield the text of each token.
 
-    The text of a token can depend on the previous token (for example, whether it starts with a space), and it can be a
-    part of a character. Therefore, each piece is the difference between two decoded texts, and tokens are collected
-    until their characters are complete.
+    The text of a token can depend on the previous token, for example on whether it starts with a space. It can also be a
+    part of a character. Therefore, each piece is the difference between two decoded texts, and tokens are collected until
+    their characters are complete.
     """
     size = len(tokenizer)
     # Whether a token gets its own piece instead of being merged with its neighbors.
@@ -386,10 +386,10 @@ def _named(token: int, trained: bool, tokenizer: Tokenizer, roles: dict[int, str
 
 
 def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]]:
-    """Return the first pieces, the number of omitted tokens, and the last pieces. If there are at most ``most`` pieces,
-    none is omitted.
+    """Return the first pieces, the number of tokens in the omitted middle, and the last pieces. Nothing is omitted if there
+    are at most ``most`` pieces.
 
-    The last part is twice as long as the first, because most problems are at the end of a row.
+    The last part is twice as long as the first part, because most problems are at the end of a row.
 
     >>> elide([Piece(c, (0,), False) for c in "abcdef"], 3)[1]
     3
@@ -406,7 +406,7 @@ def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]
 
 
 def facts(summary: Summary) -> dict[str, str]:
-    """Return the statistics as pairs of label and text. The terminal and the HTML file show these statistics."""
+    """Return the statistics of a summary, as texts by label. The terminal and the HTML file show them."""
     lengths = summary.lengths
     each = " (completions are sampled during training)" if summary.prompts_only else ""
     lines = {
@@ -428,7 +428,7 @@ def facts(summary: Summary) -> dict[str, str]:
 
 
 def row_title(shown: ShownSequence) -> str:
-    """Return the title of a sequence: numbers of row and completion, and counts of tokens."""
+    """Return the title of a sequence with the numbers of its row and completion, and its number of tokens."""
     which = f"row {shown.row}"
     if shown.completions > 1 and shown.completion is not None:
         which += f", completion {shown.completion + 1} of {shown.completions}"
@@ -441,7 +441,7 @@ def row_title(shown: ShownSequence) -> str:
 
 
 def to_console(summary: Summary, console: Console | None = None) -> None:
-    """Print a summary. If the terminal has no colors, tokens with loss are enclosed in ``[[ ]]``."""
+    """Print a summary. If the terminal has no colors, trained text is enclosed in ``[[ ]]``."""
     console = console if console is not None else Console()
     marked = console.color_system is None
     console.print(Text(visible(summary.title), style="bold"))

@@ -1,9 +1,9 @@
-"""`posttrain inspect sft --config x.yaml`: show the rows that a training command would train on.
+"""`posttrain inspect sft --config x.yaml`: show the rows on which a training command would train.
 
 `posttrain inspect sessions FILE` shows the recorded episodes of a harness.
 
-Data and tokenizer are those of the training command with the same file and options. No weights are read. No files are
-written except those in ``--html`` and ``--pictures``.
+The dataset and the tokenizer are the same as for the training command with the same file and options. No weights are
+loaded. Only the files of ``--html`` and ``--pictures`` are written.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> int:
-    """Run `posttrain inspect` with ``argv``.
+    """Run `posttrain inspect` with the command-line arguments ``argv``.
 
     Returns:
         0, regardless of findings.
@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
 
 
 def _sessions(argv: list[str]) -> int:
-    """Show the episodes of a replay file as trees."""
+    """Run `posttrain inspect sessions`, which shows the episodes of a replay file as trees."""
     parser = argparse.ArgumentParser(
         prog="posttrain inspect sessions", description="Show recorded episodes of a harness."
     )
@@ -96,16 +96,16 @@ def _sessions(argv: list[str]) -> int:
 
 
 def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, pictures: str | None = None) -> Summary:
-    """Summarize the rows on which a command would train.
+    """Summarize the rows on which a training command would train.
 
     Args:
-        subject: The command and its arguments.
+        subject: Training command with its arguments.
         show: Number of rows to show as text.
         examples: Maximum number of examples to analyze. The examples are sampled with the run's seed.
         pictures: File for the images of the shown rows as the model receives them. None: no file.
 
     Raises:
-        ConfigError: The arguments contain no model or no data.
+        ConfigError: The arguments contain no model or no dataset.
         DataError: There are no rows, or they cannot be tokenized.
     """
     from posttrain.checks.rows import check_rows, dropped_rows
@@ -144,12 +144,12 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
 
 
 def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
-    """Draw the images of the shown rows, as the model receives them, on one PIL image. Each image is below a caption
-    with its row.
+    """Draw the images of the shown rows on one PIL image, as the model receives them. A caption with the row number is
+    above each image.
 
     Args:
         summary: Summary of rows with images.
-        processor: A `posttrain.extensions.images.processors.PictureProcessor`.
+        processor: Instance of `posttrain.extensions.images.processors.PictureProcessor`.
 
     Raises:
         DataError: No shown row has an image.
@@ -174,7 +174,7 @@ def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
 
 
 def seen_by_model(processor: ProcessorMixin, picture: Any) -> Any:
-    """Return an image as the model receives it. Normalization is reverted, and tiles are placed in a row."""
+    """Return an image as the model receives it. Normalization is reverted, and tiles are placed side by side."""
     import torch
     from PIL import Image
 
@@ -191,7 +191,9 @@ def seen_by_model(processor: ProcessorMixin, picture: Any) -> Any:
 
 
 def _unpatched(patches: Any, grid: Sequence[int], images: Any) -> Any:
-    """Assemble pixels ``(3, H, W)`` from patches ``(h w, 3 * frames * size^2)``. Patches are in squares of ``merge_size``."""
+    """Assemble pixels ``(3, H, W)`` from patches ``(h w, 3 * frames * size^2)``, which are ordered in squares of
+    ``merge_size``.
+    """
     (_, h, w), merge, size = grid, images.merge_size, images.patch_size
     parts = patches.view(h // merge, w // merge, merge, merge, 3, images.temporal_patch_size, size, size)[
         :, :, :, :, :, 0

@@ -1,4 +1,4 @@
-"""Reads run records. An incomplete file, which is normal during training or after a crash, does not raise an error."""
+"""Reads run records. Incomplete files do not raise an error, because they are normal during training and after a crash."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ NOT_CURVES = {"step", "time", "epoch"}
 FILES = ("manifest.json", "metrics.jsonl", "findings.jsonl", "preflight.json", "data.json", "completions.parquet")
 
 SEVERITIES = ("error", "warning", "info")
-SHADED = 4000  # Maximum number of tokens of a completion that are shaded by their log-prob.
-# Maximum number of steps that are shown. They are evenly spaced and include the first and the last step.
+SHADED = 4000  # Maximum number of tokens of a completion that are shown with a shade for their log-prob.
+# Maximum number of steps whose completions are shown. The steps are evenly spaced, including the first and the last step.
 STEPS = 16
 GROUPS = 2  # Maximum number of prompts per step.
-# Maximum number of completions per prompt. If there are more, they are sorted by reward, and evenly spaced ones are kept.
+# Maximum number of completions per prompt. If there are more, they are sorted by reward, and evenly spaced completions are
+# kept.
 MEMBERS = 4
 KNOWN = (
     "step", "prompt", "completion", "advantage", "tokens", "logps", "image_digests", "image_sizes", "thumbnails",
@@ -34,14 +35,14 @@ KNOWN = (
 
 @dataclass
 class Series:
-    """Metric of a run: optimizer steps, values (which can be NaN or infinite) and Unix times. All have the same length."""
+    """Metric of a run: its optimizer steps, values and Unix times, as lists of equal length. Values can be NaN or infinite."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
     def add(self, step: int, value: float, time: float) -> None:
-        """Append a point. If the curve already has a point at this step, replace it."""
+        """Append a point. If the last point has the same step, replace it."""
         if self.steps and self.steps[-1] == step:
             self.values[-1], self.times[-1] = value, time
             return
@@ -51,7 +52,7 @@ class Series:
 
     @property
     def finite(self) -> list[tuple[int, float]]:
-        """Points with finite values."""
+        """Points with finite values, as pairs (step, value)."""
         return [(s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v)]
 
 
@@ -65,15 +66,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class Sample:
-    """Completion in a run record.
+    """A completion from a run record.
 
     Attributes:
-        prompt, completion: Texts.
-        advantage: Advantage, or None if it was not recorded.
-        scores: Values of all other columns of the table: rewards by function, and values that functions logged.
-        tokens, logps: Text and log-prob (in nats) of each token. The lists are empty if nothing was recorded.
-        pictures: Recorded images of the prompt: the thumbnail as a ``data:`` URL, and size and digest.
-        episode: Tree of a harness episode (see `posttrain.extensions.agents.tree.episode_tree`), or empty.
+        prompt, completion: Texts of prompt and completion.
+        advantage: Advantage of the completion. None: not recorded.
+        scores: Values of all other columns of the table: the reward of each function, and values that functions logged.
+        tokens, logps: Text and log-prob (in nats) of each token. The lists are empty if log-probs were not recorded.
+        pictures: Images of the prompt, as pairs of a thumbnail (``data:`` URL) and a text with size and digest.
+        episode: Tree of a harness episode, see `posttrain.extensions.agents.tree.episode_tree`. Empty for other completions.
     """
 
     prompt: str
@@ -87,13 +88,13 @@ class Sample:
 
     @property
     def reward(self) -> float:
-        """Sum of the numeric columns, by which completions without an advantage are sorted."""
+        """Sum of the numeric columns. Completions without an advantage are sorted by it."""
         values = [v for v in self.scores.values() if isinstance(v, int | float) and not isinstance(v, bool)]
         return sum(v for v in values if math.isfinite(v))
 
     @property
     def chips(self) -> list[tuple[str, str]]:
-        """Scores as texts, each with its style."""
+        """Scores as pairs of a text and its CSS class."""
         chips = []
         for name, value in self.scores.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -111,26 +112,26 @@ class Sample:
         return [(token.replace("\n", "↵\n"), logp, d) for (token, logp), d in zip(pairs, depths, strict=True)]
 
 
-Moment = tuple[int, list[list[Sample]]]  # A step, with its completions grouped by prompt.
+Moment = tuple[int, list[list[Sample]]]  # A step with its completions, which are grouped by prompt.
 
 
 @dataclass
 class Run:
-    """Record of one run, for a page or a terminal.
+    """Content of the record of one run, for the report page.
 
     Attributes:
         name: Name of the run, unique among the runs that are shown together.
         folder: ``output_dir`` of the run.
-        manifest: Content of ``manifest.json``. The manifest is empty if the file does not exist.
+        manifest: Content of ``manifest.json``. Empty if the file does not exist.
         series: Metrics by name, in the order in which they first occur.
-        summary: Last line of the trainer (``train_runtime`` etc.). The summary is empty while the run is training.
+        summary: Last line that the trainer logged (``train_runtime`` etc.). Empty while the run is training.
         marks: Findings in the order of their steps.
-        samples: Completions of a few steps, in order. For each step, the prompts with the largest difference in rewards
+        samples: Completions of a few steps, in order. For each step, the prompts with the largest differences in rewards
             are kept.
-        rows: Lines of ``metrics.jsonl``, with numbers only.
-        seen: Content of ``data.json``, which is the first batch as the model received it. Empty if it was not recorded.
+        rows: Numeric values of each line of ``metrics.jsonl``.
+        seen: Content of ``data.json``: the first batch as the model received it. Empty if it was not recorded.
         state: ``running``, ``finished``, ``interrupted`` (by Ctrl-C or SIGTERM) or ``stopped``.
-        notes: Problems that occurred while reading, as sentences.
+        notes: Problems in reading the files of the record, as sentences.
     """
 
     name: str
@@ -152,13 +153,13 @@ class Run:
 
     @property
     def max_steps(self) -> int | None:
-        """Planned number of steps, or None if the manifest does not contain it."""
+        """Planned number of optimizer steps. None if the manifest does not contain it."""
         steps = self.manifest.get("max_steps")
         return steps if isinstance(steps, int) and steps > 0 else None
 
     @property
     def end(self) -> str:
-        """State of the run. If there is no summary line but all steps were logged, the run counts as finished."""
+        """State of the run. A run without a summary line is finished if all steps were logged."""
         whole = self.max_steps is not None and self.step >= self.max_steps
         if self.state == "finished" and "interrupted" in self.manifest:
             return "interrupted"
@@ -166,14 +167,14 @@ class Run:
 
     @property
     def duration(self) -> str:
-        """Time between the first and the last log as text, or "" if it is unknown."""
+        """Time between the first and the last log line, as text. Empty if it is unknown."""
         times = [time for series in self.series.values() for time in series.times if math.isfinite(time)]
         minutes = (max(times) - min(times)) / 60 if len(times) > 1 else 0.0
         return "" if len(times) < 2 else f" · {minutes / 60:.1f} h" if minutes >= 90 else f" · {minutes:.1f} min"
 
     @property
     def kinds(self) -> list[list[Mark]]:
-        """Findings grouped by code and place. Errors come first."""
+        """Findings grouped by their code and place. Groups with errors come first."""
         kinds: dict[tuple[str, str], list[Mark]] = {}
         for mark in self.marks:
             kinds.setdefault((mark.finding.code, mark.finding.where), []).append(mark)
@@ -181,17 +182,17 @@ class Run:
 
     @property
     def shaded(self) -> bool:
-        """Whether any completion has log-probs, by which its tokens can be shaded."""
+        """Whether the log-probs of any completion were recorded. The tokens of such a completion are shaded."""
         return any(sample.logps for _, groups in self.samples for group in groups for sample in group)
 
     def last(self, name: str) -> float | None:
-        """Return the latest value of a metric, which can be NaN."""
+        """Return the latest value of a metric. The value can be NaN. Return None if the metric was not logged."""
         return self.series[name].values[-1] if name in self.series else None
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Read several runs. The name of a run consists of as many trailing parts of its path as are needed to make it
-    unique.
+    """Read the records of several runs. The name of a run consists of the last parts of its path. Enough parts are used to
+    make all names unique.
 
     Raises:
         DataError: A path is not a folder, or contains no run record.
@@ -211,7 +212,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read one run. If a file is damaged or missing, a note is added to the run.
+    """Read the record of one run. If a file is damaged or missing, add a note to ``notes``.
 
     Raises:
         DataError: The folder does not exist, or contains no file of a run record.
@@ -254,8 +255,8 @@ def _json(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, 
     return {name: value for name, value in content.items() if name not in odd}
 
 
-# Expected structure of the files that the page reads. A dict contains the required keys. A list contains the structure of every
-# item. A tuple contains one structure per item.
+# Expected structure of the files that the page reads. A dict maps possible keys to the structure of their values. A list
+# contains the structure of every item. A tuple contains one structure per item.
 SHAPES: dict[str, dict[str, Any]] = {
     "manifest.json": {"command": [str], "config": {}},
     "data.json": {
@@ -265,7 +266,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def _has(value: object, shape: Any) -> bool:
-    """Return whether a JSON value has the expected structure; see `SHAPES`."""
+    """Return whether a JSON value has the structure ``shape``. See `SHAPES`."""
     if isinstance(shape, type):
         return isinstance(value, shape) and (shape is object or not isinstance(value, bool))
     if isinstance(shape, dict):
@@ -278,7 +279,7 @@ def _has(value: object, shape: Any) -> bool:
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a JSON Lines file. Invalid lines, such as a truncated last line, are skipped and counted in a note."""
+    """Yield the lines of a JSON Lines file. Invalid lines are skipped, and a note reports their number."""
     try:
         content = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -300,7 +301,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def number(value: object) -> float | None:
-    """Convert a logged value to a number. NaN and infinity are stored as text. Other values become None."""
+    """Convert a logged value to a number. NaN and infinity are logged as text. Return None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if isinstance(value, str) and value not in ("NaN", "Infinity", "-Infinity"):
@@ -350,7 +351,7 @@ def _state(run: Run) -> str:
         FolderLock(run.folder).check()
     except ConfigError:
         return "running"
-    # The lock cannot be tested without write permission. Derive the state from the other files.
+    # Without write permission, the lock cannot be tested. Derive the state from the other files.
     except OSError:
         return "running" if (run.folder / LOCK).exists() else "finished" if run.summary else "stopped"
     return "finished" if run.summary else "stopped"
@@ -360,7 +361,7 @@ def _state(run: Run) -> str:
 
 
 def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
-    """Read some of a run's completions. If a file cannot be read, a note is added.
+    """Read completions of up to 16 steps of a run. If a file cannot be read, add a note to ``notes``.
 
     Args:
         folder: Folder of the run.
@@ -373,7 +374,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
     for part in _spread(parts, STEPS):
         try:
             rows = read_rows(part)
-        except Exception as error:  # Catch all exceptions, because a damaged file must not hide the other files.
+        except Exception as error:  # Catch all exceptions, so that a damaged file does not hide the other files.
             notes.append(f"{part.name} cannot be read: {type(error).__name__}.")
             continue
         for row in rows:
@@ -384,7 +385,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Return up to ``most`` evenly spaced items, including the first and the last.
+    """Return up to ``most`` evenly spaced items of a list, including the first and the last item.
 
     >>> _spread([1, 2, 3, 4, 5], 3)
     [1, 3, 5]
@@ -432,8 +433,8 @@ def _text(value: object) -> str:
 
 
 def _groups(samples: list[Sample]) -> list[list[Sample]]:
-    """Group samples by prompt. Prompts whose rewards differ most come first. The best and the worst completion are
-    always kept.
+    """Group samples by prompt. Prompts with the largest differences in rewards come first. The best and the worst
+    completion of a prompt are always kept.
     """
     by_prompt: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -444,8 +445,8 @@ def _groups(samples: list[Sample]) -> list[list[Sample]]:
 
 
 def _members(group: list[Sample]) -> list[Sample]:
-    """Return completions at evenly spaced ranks from best to worst. If any completion has log-probs, at least one of
-    the returned completions has log-probs.
+    """Return completions at evenly spaced ranks from best to worst. If log-probs of any completion were recorded, the
+    result contains such a completion.
     """
     chosen = _spread(group, MEMBERS)
     if not any(sample.logps for sample in chosen):

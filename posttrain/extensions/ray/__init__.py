@@ -1,1 +1,1 @@
-"""The launcher `--launcher ray`."""
+"""The launcher `--launcher ray`, which runs the trainer and rollout servers on a Ray cluster."""

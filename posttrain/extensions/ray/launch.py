@@ -1,7 +1,7 @@
-"""`posttrain grpo --launcher ray`: runs the trainer and rollout servers as Ray tasks in one placement group.
+"""`posttrain grpo --launcher ray`: run the trainer and rollout servers as Ray tasks in one placement group.
 
-Ray reserves machines, sets the visible GPUs, forwards the output of the commands, and ends them when this process ends.
-Each task runs `posttrain` in a child process and returns its exit code.
+Ray reserves machines, sets the visible GPUs, forwards the output of the commands, and ends the commands when this process
+ends. Each task runs `posttrain` in a child process and returns its exit code.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from posttrain.extensions.vllm.engine import vllm_command
 from posttrain.integrations import is_available, require
 from posttrain.integrations.network import host_and_port
 
-# Prefixes of environment variables that are passed to the tasks. Ray itself passes no variables.
+# Prefixes of environment variables that are passed to the tasks. Without this, Ray passes no variables to tasks.
 PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")
 # Exit codes after SIGINT and SIGTERM: 128 plus the signal number, as in shells.
 INTERRUPTED, TERMINATED = 130, 143
-# Exit code EX_TEMPFAIL of sysexits.h. It means that the same command may be started again, because the failure is temporary.
+# Exit code EX_TEMPFAIL of sysexits.h. It means that the failure is temporary, so the same command may be started again.
 LOST = 75
-# Time limits in seconds: for the trainer to save after Ctrl-C, and for a server to stop.
+# Maximum number of seconds for the trainer to save after Ctrl-C, and for a server to stop.
 SAVE_SECONDS = 15.0
-# Option number from linux/prctl.h. It sets the signal that a child process gets when its parent dies.
+# Option number from linux/prctl.h. It sets the signal that a child process receives when its parent ends.
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class _Trained:
-    """Training options that the launcher needs too."""
+    """Training options that the launcher reads too."""
 
     model_name_or_path: str | None = None
     model_revision: str | None = None
@@ -56,11 +56,11 @@ class _Trained:
 
 
 class RayRun:
-    """A training command and its rollout servers, with the arguments and the resources of each.
+    """A training command with its rollout servers. It computes their command-line arguments and resources.
 
     Args:
         name: Name of the training command.
-        argv: Its arguments, including those of `RayArguments`.
+        argv: Arguments of the training command, including the options of `RayArguments`.
         served: Whether the training command can generate with rollout servers.
 
     Raises:
@@ -71,7 +71,7 @@ class RayRun:
         self.name, self.argv = name, list(argv)
         parser = PosttrainArgumentParser((RayArguments, _Trained), prog=f"posttrain {name} --launcher ray")
         self.options, self.trained, _ = parser.parse_args_and_config(self.argv, return_remaining_strings=True)
-        # Use vLLM's own server if vLLM is installed. Otherwise use `posttrain serve`.
+        # Use vLLM's server if vLLM is installed, else `posttrain serve`.
         self.serving = "vllm-serve" if is_available("vllm") else "serve"
         if not self.options.rollout_servers:
             return
@@ -95,7 +95,7 @@ class RayRun:
             parser.parse_args_and_config(self.serve_arguments())
 
     def serve_arguments(self, host: str = "127.0.0.1", port: int = 8000) -> list[str]:
-        """Return the arguments of the command that starts a server for this training."""
+        """Return the arguments of the command that starts a rollout server for the training command."""
         trained = self.trained
         options = {"model": trained.model_name_or_path, "host": host, "port": port, "revision": trained.model_revision}
         words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
@@ -103,7 +103,7 @@ class RayRun:
         return [*words, *shlex.split(self.options.rollout_server_args)]
 
     def trainer_arguments(self, urls: Sequence[str]) -> list[str]:
-        """Return the arguments of the training command, including the addresses of the servers."""
+        """Return the arguments of the training command, including the addresses of the rollout servers."""
         further: list[str] = []
         if urls and self.name == "async-grpo":
             further = ["--worker_engine", "server", "--vllm_server_base_url", *urls]
@@ -112,8 +112,8 @@ class RayRun:
         return [self.name, *self.argv, *further]
 
     def bundles(self, with_gpus: bool) -> list[dict[str, float]]:
-        """Return the resources of the trainer and of each server, as bundles of Ray's placement group. The trainer
-        comes first.
+        """Return the resources of the trainer, followed by the resources of each server. Each entry is a bundle of Ray's
+        placement group.
         """
         options = self.options
         trainer = (options.trainer_cpus, options.trainer_gpus, self.trained.num_processes)
@@ -125,22 +125,24 @@ class RayRun:
 
 
 def _address() -> tuple[str, int]:
-    """Return this machine's address and one of its free ports."""
+    """Return the address of this machine and a free port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return str(require("ray", "--launcher ray").util.get_node_ip_address()), int(probe.getsockname()[1])
 
 
 def _run_command(arguments: Sequence[str], folder: str) -> int:
-    """Run ``posttrain ARGUMENTS`` until it ends. If the task is canceled, the command is interrupted as by Ctrl-C."""
-    # Unblock SIGINT. Ray blocks it in its workers, and the command would inherit this.
+    """Run ``posttrain ARGUMENTS`` until it ends. If the Ray task is canceled, interrupt the command in the same way as
+    Ctrl-C does.
+    """
+    # Unblock SIGINT. Ray blocks this signal in its workers, and the command would inherit the blocked signal.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "posttrain.cli.main", *arguments]
     process = subprocess.Popen(command, cwd=folder, preexec_fn=_end_with_parent, start_new_session=True)
     try:
         while process.poll() is None:
-            # Wait in short steps, because Ray's cancellation interrupts Python code but not a blocking system call.
+            # Wait in short steps, because Ray's cancellation interrupts Python code but no blocking system calls.
             time.sleep(0.2)
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
@@ -158,20 +160,21 @@ def _end_with_parent() -> None:
 
 
 def run(name: str, argv: list[str], served: bool) -> int:
-    """Place servers and trainer on the cluster, wait until the trainer ends, and end all tasks. The arguments of this
-    function are those of `RayRun`.
+    """Place servers and trainer on the Ray cluster, wait until the trainer ends, and end all tasks. See `RayRun` for the
+    arguments.
 
-    Returns: The trainer's exit code, or the exit code of the last server if all servers have ended. 75 means that a
-    machine was lost, 130 Ctrl-C, and 143 SIGTERM.
+    Returns:
+        The trainer's exit code, or the exit code of the last server if all servers have ended. Exit code 75 means that a
+        machine was lost, 130 means Ctrl-C, and 143 means SIGTERM.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        ConfigError: There is no cluster, it has too few resources, or two options contradict each other.
+        ConfigError: There is no Ray cluster, the cluster has too few resources, or two options contradict each other.
     """
     job = RayRun(name, argv, served)
     ray: Any = require("ray", "--launcher ray")
     address = job.options.ray_address
-    # Disable Ray's deduplication of log lines. It would hide lines that are equal on several servers.
+    # Disable Ray's deduplication of log lines, because it hides lines that several servers write.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     try:
         ray.init(address=address, **({"include_dashboard": False} if address == "local" else {}))
@@ -184,13 +187,13 @@ def run(name: str, argv: list[str], served: bool) -> int:
     try:
         return _Placed(ray, job).run()
     finally:
-        # Wait a moment, because Ray forwards the last lines of output only after the commands have ended.
+        # Wait a moment, because Ray forwards the last lines of output after the commands have ended.
         time.sleep(1.0)
         ray.shutdown()
 
 
 class _Placed:
-    """Tasks of a run in their placement group."""
+    """The Ray tasks of a run, in one placement group."""
 
     def __init__(self, ray: Any, job: RayRun) -> None:
         self.ray, self.job = ray, job
@@ -200,7 +203,7 @@ class _Placed:
         self.options = {"max_retries": 0, "runtime_env": {"env_vars": env}}
         self.bundles = job.bundles(ray.cluster_resources().get("GPU", 0) > 0)
         self.group = ray.util.placement_group(self.bundles, strategy=job.options.ray_placement)
-        # While this call waits, an autoscaling cluster adds machines.
+        # An autoscaling cluster adds machines while this call waits.
         if not self.group.wait(job.options.ray_timeout):
             cpus, gpus = (sum(bundle[kind] for bundle in self.bundles) for kind in ("CPU", "GPU"))
             free = ray.available_resources()
@@ -211,15 +214,15 @@ class _Placed:
             )
 
     def start(self, index: int, function: Any, *arguments: Any) -> Any:
-        """Start a task with the resources of a bundle. Bundle 0 belongs to the trainer, and all other bundles belong to
-        the servers.
+        """Start a task with the resources of bundle ``index``. Bundle 0 belongs to the trainer. All other bundles belong to
+        servers.
         """
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, index)
         takes = {"num_cpus": self.bundles[index]["CPU"], "num_gpus": self.bundles[index]["GPU"]}
         return self.ray.remote(scheduling_strategy=place, **takes, **self.options)(function).remote(*arguments)
 
     def run(self) -> int:
-        """Start all tasks, wait for the trainer, and end all tasks."""
+        """Start servers and trainer, wait for the trainer, and end all tasks. Return the exit code."""
         servers: dict[Any, str] = {}
         trainer: Any = None
         try:
@@ -233,7 +236,7 @@ class _Placed:
                 task = self.start(index, _run_command, words, os.getcwd())
                 servers[task] = f"rollout server {index} ({urls[-1]})"
                 print(f"posttrain: {servers[task]}", file=sys.stderr)
-            # The trainer itself waits for its servers, for up to vllm_server_timeout seconds.
+            # The trainer waits for its servers, for up to vllm_server_timeout seconds.
             trainer = self.start(0, _run_command, self.job.trainer_arguments(urls), os.getcwd())
             return self.follow(trainer, servers)
         except KeyboardInterrupt:
@@ -252,7 +255,7 @@ class _Placed:
             self.ray.wait(tasks, num_returns=len(tasks), timeout=SAVE_SECONDS)
 
     def follow(self, main: Any, servers: dict[Any, str]) -> int:
-        """Wait until the trainer ends or until all servers have ended. Without any server, the trainer cannot continue."""
+        """Wait until the trainer ends, or until all servers have ended and it cannot continue. Return the exit code."""
         waiting = [main, *servers]
         while True:
             (ended,), waiting = self.ray.wait(waiting)

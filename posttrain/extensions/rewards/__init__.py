@@ -1,1 +1,1 @@
-"""Rewards that run code, call a server, or need another package: tests of code, a judge with OpenAI's API, reasoning-gym."""
+"""Rewards that run code, call a server, or need another package: code tests, a judge with OpenAI's API, and reasoning-gym."""

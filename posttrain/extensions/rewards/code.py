@@ -1,4 +1,4 @@
-"""`CodeTestsReward`: reward for code that passes tests. Each test runs in a sandbox."""
+"""`CodeTestsReward`: reward function for code that passes tests. Each test runs in a sandbox."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ EXAMPLES = (
     "sandbox='bubblewrap', sandbox='container:docker run --rm -i --network none --memory 2g --pids-limit 64 "
     "python:3.12-slim', or the URL of a SandboxFusion service"
 )
-# Program that runs in the sandbox. It reads the code from stdin without buffering, so that the code can read the rest of stdin.
+# Program that runs code in the sandbox. It reads the code from stdin without buffering, so that the code can read further
+# input.
 LOADER = """
 import os, resource, sys
 size, cpu, memory, file, processes = map(int, sys.argv[1:])
@@ -47,13 +48,13 @@ exec(compile(program, "completion.py", "exec"), {"__name__": "__main__", "__buil
 PYTHON_FLAGS = ("-I", "-X", "utf8", "-c", LOADER)
 # Time in seconds that a container or a service may take to start, in addition to the time limit of the test.
 START_SECONDS = 60.0
-# Beginning of the suggested fix if a sandbox cannot run Python. The keys are types of sandboxes.
+# Beginning of the fix that is suggested if a sandbox cannot run Python, by type of sandbox.
 REPAIRS = {
     "bubblewrap": "install bubblewrap 0.8 or later and allow user namespaces, or ",
     "container": "use a command that starts a container with `python3` and `timeout` and forwards stdin (-i), or ",
 }
-# Program that tests the sandbox. It fails if code in the sandbox can write to kernel settings, or has capabilities, with which
-# it could mount file systems.
+# Program that tests the sandbox. It fails if code in the sandbox can write to kernel settings. It also fails if the code
+# has capabilities, because it could then mount file systems.
 TRIAL = """
 import os, sys
 for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/overcommit_memory"):
@@ -68,15 +69,15 @@ if int(held[0], 16):
     sys.exit(f"code in it holds the capabilities {held[0]}")
 print(input())
 """
-# System calls that bubblewrap's filter refuses. For each machine: audit architecture, numbers of the refused calls (shmget,
-# semget, msgget, memfd_create, memfd_secret, io_uring_setup), and number of `socket`. The first five calls allocate memory that
-# the limits of a process do not count. io_uring could open sockets without passing the filter.
+# System calls that bubblewrap's filter refuses. For each machine: the audit architecture, the numbers of the refused calls
+# (shmget, semget, msgget, memfd_create, memfd_secret, io_uring_setup), and the number of `socket`. The first five calls
+# allocate memory that the limits of a process do not include. io_uring could open sockets without passing the filter.
 CALLS = {
     "x86_64": (0xC000003E, (29, 64, 68, 319, 447, 425), 41),
     "aarch64": (0xC00000B7, (194, 190, 186, 279, 447, 425), 198),
 }
-# Address families of sockets that are allowed (unix, inet, inet6, netlink). The network namespace isolates them. vsock (40) is
-# not allowed, because it could connect to the host.
+# Address families of sockets that are allowed (unix, inet, inet6, netlink). The network namespace isolates these sockets.
+# The family vsock (40) is not allowed, because it could connect to the host.
 FAMILIES = (1, 2, 10, 16)
 # Folders and files that Python needs to start. All other files of the machine are hidden.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
@@ -87,12 +88,12 @@ class Limits:
     """Resource limits for running one test.
 
     Args:
-        timeout: CPU seconds per process. The wall-clock limit for all processes together is twice this value.
-        memory_mb: Address space per process, in MiB. On x86_64 and aarch64, bubblewrap also refuses system calls that
-            allocate memory outside a process (SysV shared memory, memfds). On other processors, bubblewrap allows
-            these system calls.
-        file_mb: Maximum size of each file and of the printed output, in MiB. In bubblewrap, the working folder can hold
-            four times this size.
+        timeout: Maximum CPU time per process in seconds. The wall-clock limit for all processes together is twice this value.
+        memory_mb: Maximum address space per process in MiB. On x86_64 and aarch64, bubblewrap also refuses system calls
+            that allocate memory outside a process (SysV shared memory, memfds). On other processors, these system calls are
+            allowed.
+        file_mb: Maximum size in MiB of each file and of the printed output. In bubblewrap, the working folder can hold four
+            times this size.
         processes: Maximum number of concurrent processes and threads. The kernel does not apply this limit to root.
     """
 
@@ -112,7 +113,7 @@ class Outcome:
     """Result of running a program.
 
     Attributes:
-        status: Exit status, or 128 plus the signal number if a signal ended the program. None after a timeout.
+        status: Exit status. If a signal ended the program, it is 128 plus the signal number. None after a timeout.
         output: Text written to stdout.
         errors: Text written to stderr.
     """
@@ -123,17 +124,17 @@ class Outcome:
 
 
 def run_program(sandbox: str, program: str, stdin: str, limits: Limits) -> Outcome:
-    """Run one Python program in a sandbox, in an empty working folder.
+    """Run one Python program in an empty working folder of a sandbox.
 
     Args:
-        sandbox: Name of the sandbox; see `run_tests`.
+        sandbox: Name of the sandbox. See `run_tests`.
         program: Python code.
         stdin: Standard input of the program.
         limits: Resource limits.
 
     Raises:
-        MissingDependencyError: The sandbox's program is not installed.
-        RewardError: The sandbox itself failed.
+        MissingDependencyError: The program that starts the sandbox is not installed.
+        RewardError: The sandbox failed, independent of the program.
     """
     if sandbox == "bubblewrap":
         return _in_bubblewrap(program, stdin, limits)
@@ -143,8 +144,8 @@ def run_program(sandbox: str, program: str, stdin: str, limits: Limits) -> Outco
 
 
 def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
-    """Run a program in bubblewrap (``bwrap`` 0.8+): new namespaces, no network, an in-memory folder, read-only system
-    files and Python.
+    """Run a program in bubblewrap (``bwrap`` 0.8+). The program runs in new namespaces without network. It has an in-memory
+    folder, and read-only access to system files and Python.
     """
     bwrap = _program("bwrap", "apt-get install bubblewrap, or dnf install bubblewrap")
     room = str(limits.file_mb << 22)
@@ -154,11 +155,11 @@ def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
     visible = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
     names = {"HOME": "/tmp/work", "TMPDIR": "/tmp/work", "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
     variables = [part for name, value in names.items() for part in ("--setenv", name, value)]
-    # Do not allow new namespaces. In a new namespace, code could mount in-memory folders without a size limit.
+    # Do not allow new namespaces, because code in a new namespace could mount in-memory folders without a size limit.
     command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", *variables]
-    # Mount /proc/sys read-only, because root can write to its files even without capabilities. Drop all capabilities, because
-    # code with capabilities could make it writable again.
+    # Mount /proc/sys read-only, because root can write to its files even without capabilities. Drop all capabilities,
+    # because code with capabilities could make /proc/sys writable again.
     command += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev", *folder, *visible]
     command += ["--remount-ro", "/"]
     with tempfile.TemporaryFile() as calls:
@@ -167,24 +168,23 @@ def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
             calls.seek(0)
             command += ["--seccomp", str(calls.fileno())]
         command += ["--", sys.executable, *PYTHON_FLAGS]
-        # Pass no environment variables that could contain secrets. Code in the sandbox can read the environment of process 1,
-        # which is bwrap.
+        # Pass no environment variables that could contain secrets. Process 1 in the sandbox is bwrap, and code in the
+        # sandbox can read its environment.
         environment = {"PATH": os.defpath}
         return _execute(command, program, stdin, limits, 2 * limits.timeout, environment, (calls.fileno(),))
 
 
 def _call_filter(machine: str) -> bytes:
-    """Build a seccomp program that refuses `CALLS` and socket families outside `FAMILIES` with EPERM.
-
-    Return empty bytes for an unknown machine.
+    """Build a seccomp program that refuses system calls with EPERM: all calls in `CALLS`, and sockets of a family outside
+    `FAMILIES`. Return empty bytes for an unknown machine.
     """
     if machine not in CALLS:
         return b""
     architecture, refused, socket = CALLS[machine]
     load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06  # Instruction codes of classic BPF.
-    # Each instruction is a tuple: code, jump target if true, jump target if false (None means the next instruction), operand.
+    # Each instruction is a tuple (code, jump target if true, jump target if false, operand). None means the next instruction.
     lines = [(load, None, None, 4), (equal, None, "refuse", architecture), (load, None, None, 0)]
-    # Refuse call numbers of the x32 ABI of x86_64, which are numbered separately.
+    # Refuse system calls of the x32 ABI of x86_64, because this ABI has its own call numbers.
     lines += [(at_least, "refuse", None, 0x40000000)]
     lines += [(equal, "refuse", None, number) for number in refused]
     lines += [(equal, None, "allow", socket), (load, None, None, 16)]
@@ -198,7 +198,7 @@ def _call_filter(machine: str) -> bytes:
 
 
 def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Outcome:
-    """Run a program in a container. The timeout runs inside the container, because killing the client does not stop the
+    """Run a program in a container. `timeout` runs inside the container, because killing the client does not stop the
     container.
     """
     words = shlex.split(command)
@@ -208,7 +208,7 @@ def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Out
 
 
 def _in_service(url: str, program: str, stdin: str, limits: Limits) -> Outcome:
-    """Run a program in SandboxFusion through ``/run_code``. The settings of the service limit the size of files.
+    """Run a program in SandboxFusion through ``/run_code``. The service's settings limit the size of files.
 
     See https://github.com/bytedance/SandboxFusion.
     """
@@ -235,7 +235,7 @@ def check_sandbox(name: str) -> None:
     """Check that the name of a sandbox is ``bubblewrap``, ``container:<command>``, or a URL.
 
     Raises:
-        ConfigError: The name has another form.
+        ConfigError: The name has none of these forms.
     """
     kind, _, rest = name.partition(":")
     if name == "bubblewrap" or (kind == "container" and rest.strip()):
@@ -248,11 +248,11 @@ def check_sandbox(name: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def open_sandbox(name: str) -> None:
-    """Run a trial program in a sandbox. The trial program checks that code in bubblewrap cannot change kernel settings.
+    """Run a trial program in a sandbox. In bubblewrap, the trial program checks that code cannot change kernel settings.
 
     Raises:
         ConfigError: The name of the sandbox is invalid.
-        MissingDependencyError: The sandbox's program is not installed.
+        MissingDependencyError: The program that starts the sandbox is not installed.
         RewardError: The sandbox cannot run Python on this machine, or does not isolate the program.
     """
     check_sandbox(name)
@@ -286,7 +286,9 @@ def _execute(
     environment: dict[str, str] | None,
     files: tuple[int, ...] = (),
 ) -> Outcome:
-    """Run a command that executes `LOADER` and inherits the file descriptors ``files``. Kill it after ``seconds`` seconds."""
+    """Run a command that executes `LOADER`. It inherits the file descriptors ``files``, and is killed after ``seconds``
+    seconds.
+    """
     code = program.encode("utf-8", "replace")
     timeout, memory_mb, file_mb, processes = astuple(limits)
     most = file_mb << 20
@@ -309,14 +311,14 @@ def _execute(
     return Outcome(status if status is None or status >= 0 else 128 - status, *texts)
 
 
-# Matches a line that opens a code block: indent, backticks and language. A line that closes a block has no text after the
-# backticks.
+# Matches a line that opens a code block: indent, backticks and language. A line that closes a block has no language after
+# the backticks.
 FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)")
 LANGUAGES = {"python": "python", "python3": "python", "py": "python", "": "none"}
 
 
 def code_block(text: str) -> str | None:
-    r"""Return the last complete code block that is marked as Python. If there is no such block, return the last block
+    r"""Return the last complete code block that is marked as Python. If there is no Python block, return the last block
     without a language.
 
     Text before ``</think>`` is ignored.
@@ -326,7 +328,7 @@ def code_block(text: str) -> str | None:
     """
     lines = text.rpartition("</think>")[2].split("\n")
     fences = {at: match for at, line in enumerate(lines) if (match := FENCE.fullmatch(line))}
-    # Maps the line of each fence to the next line that consists only of the same number of backticks.
+    # Maps the line number of each fence to the next line that consists of the same number of backticks.
     below: dict[int, int] = {}
     ends: dict[int, int | None] = {}
     for at in reversed(fences):
@@ -344,16 +346,16 @@ def code_block(text: str) -> str | None:
     if not (block := blocks.get("python") or blocks.get("none")):
         return None
     indent, code = block
-    # Remove the indent of the fence from each line, because it is not part of the code (Markdown).
+    # Remove the indent of the fence from each line. In Markdown, this indent is not part of the code.
     return "\n".join(re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", line) for line in code)
 
 
 def read_tests(value: object) -> list[dict[str, str]]:
-    """Convert the tests of a row to a list of ``{"code": ...}`` or ``{"input": ..., "output": ...}``.
+    """Convert the tests of a row to a list of dicts: ``{"code": ...}`` or ``{"input": ..., "output": ...}``.
 
     Args:
-        value: One of three forms, also as JSON: Python code, a dict with ``input`` and ``output`` (or lists ``inputs``
-            and ``outputs``) of a program, or a list of these. None and empty values mean that the row has no tests.
+        value: Python code, a dict with ``input`` and ``output`` (or lists ``inputs`` and ``outputs``) of a program, or a
+            list of these. Each form may also be a JSON string. None and empty values mean that the row has no tests.
 
     Raises:
         RewardError: The value has none of these forms.
@@ -369,7 +371,7 @@ def read_tests(value: object) -> list[dict[str, str]]:
     if isinstance(value, str):
         return [{"code": value}] if value.strip() else []
     if isinstance(value, Mapping):
-        # Drop keys that are None. Arrow adds the keys of all rows to each row, with the value None.
+        # Drop keys whose value is None. Arrow adds the keys of all rows to each row with the value None.
         known = {name: part for name, part in value.items() if part is not None}
         return _programs(known) if known else []
     if isinstance(value, Sequence):
@@ -395,7 +397,7 @@ def _lines(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """Result of one test: whether it passed and, if it failed, the reason."""
+    """Result of one test: whether the test passed, and the reason of a failure."""
 
     passed: bool
     reason: str = ""
@@ -409,33 +411,35 @@ def run_tests(
     sandbox: str = "bubblewrap",
     stop: bool = False,
 ) -> list[CaseResult]:
-    """Run code against tests. The code runs once per test, each time in a new sandbox.
+    """Test code. The code runs once per test, each time in a new sandbox.
 
-    In bubblewrap and in containers, `Limits` limits time, memory, files and processes. In bubblewrap, code can access only the
-    system's programs and this Python installation (both read-only), and an empty in-memory folder. Environment variables, other
-    processes and the network are not accessible. In a container or a service, your configuration decides what is accessible.
+    In bubblewrap and in containers, `Limits` restricts time, memory, files and processes. In bubblewrap, code can access
+    the system's programs and this Python installation (both read-only), and an empty in-memory folder. It cannot access
+    environment variables, other processes or the network. In a container or a service, your configuration decides what code
+    can access.
 
-    **What is not protected**: neither bubblewrap nor containers protect from bugs in the kernel or the CPU. If the
-    trainer runs as root, the kernel limits neither the number of processes nor their total memory. Do not run it as root, or
-    use a container with ``--pids-limit`` and ``--memory``. Bubblewrap does not limit the number of empty files, each of
-    which takes about 1 kB of kernel memory. Only the timeout limits it. A test written as code runs in the same process
-    as the completion, which can tamper with it. Tests with inputs and outputs are compared outside the sandbox.
+    **What is not protected**: bubblewrap and containers do not protect from bugs in the kernel or the CPU. If the trainer
+    runs as root, the kernel limits neither the number of processes nor their total memory. Do not run the trainer as root,
+    or use a container with ``--pids-limit`` and ``--memory``. Bubblewrap does not limit the number of empty files, and each
+    empty file takes about 1 kB of kernel memory. Only the timeout limits their number. A test written as code runs in the
+    same process as the completion, so the completion can tamper with the test. Tests with inputs and outputs are compared
+    outside the sandbox.
 
     Args:
         source: Python code.
         tests: Tests in the form returned by `read_tests`.
-        limits: Resource limits of each test. None: the defaults of `Limits`.
+        limits: Resource limits for running one test. None: the defaults of `Limits`.
         sandbox: ``bubblewrap`` (default) uses the program ``bwrap``. ``container:<command>`` uses a command line that starts a
             container, e.g. ``container:docker run --rm -i --network none --memory 2g --pids-limit 64 python:3.12-slim``. A URL
             uses a SandboxFusion service.
-        stop: Whether the tests after the first failed test are skipped.
+        stop: Whether to skip the tests after the first failed test.
 
     Returns:
-        One result for each test that was run. A test also fails if the process exits before the test has finished.
+        One result for each test that was run. A test fails if the process exits before the test has finished.
 
     Raises:
         ConfigError: The name of the sandbox is invalid.
-        MissingDependencyError: The sandbox's program is not installed.
+        MissingDependencyError: The program that starts the sandbox is not installed.
         RewardError: The sandbox cannot run Python on this machine.
 
     >>> tests = read_tests(["assert f(2) == 4", "assert f(0) == 1"])
@@ -455,7 +459,7 @@ def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits)
     word = secrets.token_hex(16)
     program = source if "code" not in test else TESTED.format(source=source, test=test["code"], word=word)
     outcome = run_program(sandbox, program, test.get("input", ""), limits)
-    # Either the container or `timeout` did not start, or the program itself exited with one of these statuses.
+    # Repeat the trial program after these statuses, because the container or `timeout` may not have started.
     if sandbox.startswith("container:") and outcome.status in (125, 126, 127):
         open_sandbox.__wrapped__(sandbox)
     reason = _reason(outcome, limits)
@@ -470,8 +474,8 @@ def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits)
     return CaseResult(True) if written == wanted else CaseResult(False, f"wrote {outcome.output[:100]!r}")
 
 
-# Program that runs the code and its test. Its last line of output is a random word, so a missing word shows that the code
-# exited early with status 0.
+# Program that runs the code and its test. Its last line of output is a random word. If the word is missing, the code exited
+# early with status 0.
 TESTED = """
 scope = {{"__name__": "__main__"}}
 exec(compile({source!r}, "<completion>", "exec"), scope)
@@ -482,7 +486,7 @@ print({word!r})
 
 
 def _reason(outcome: Outcome, limits: Limits) -> str:
-    """Return the reason why a program did not run to its end. Return an empty string if the program ran to its end."""
+    """Return the reason why a program did not run to its end. Return "" if it ran to its end."""
     if outcome.status is None:
         return f"timed out after {2 * limits.timeout:g} s"
     if outcome.status == 0:
@@ -498,28 +502,28 @@ def _reason(outcome: Outcome, limits: Limits) -> str:
 class CodeTestsReward:
     r"""Reward function that returns 1 if the Python code block of a completion passes all tests of its row, else 0.
 
-    With ``partial``, the reward is the fraction of tests passed. For example, with the tests
+    With ``partial``, the reward is the fraction of passed tests. For example, the tests are
     ``["assert f(2) == 4", "assert f(3) == 6"]``:
 
     - ``def f(x): return 2 * x`` gets 1 (with ``partial``: 1);
     - ``def f(x): return 4`` gets 0 (with ``partial``: 0.5);
-    - an endless loop, or a completion without code block, gets 0 (with ``partial``: 0).
+    - an endless loop gets 0 (with ``partial``: 0), and so does a completion without a code block.
 
-    A row without tests gets None. See `run_tests` for the sandboxes and the limits of their protection.
+    A row without tests gets None. See `run_tests` for the sandboxes and for what they do not protect from.
 
     Args:
         column: Dataset column with the tests. `read_tests` describes the accepted forms.
-        partial: Whether to return the fraction of tests passed instead of 0 or 1.
+        partial: Whether to return the fraction of passed tests instead of 0 or 1.
         limits: Resource limits of each test.
         workers: Number of sandboxes that run concurrently. None: the number of CPU cores of this process.
-        sandbox: ``bubblewrap``, ``container:<command>`` or a URL; see `run_tests`.
+        sandbox: ``bubblewrap``, ``container:<command>`` or a URL. See `run_tests`.
 
     Raises:
         ConfigError: The name of the sandbox is invalid, or ``workers`` is below 1.
     """
 
     __name__ = "code_tests_reward"
-    # While this function waits for other processes, other reward functions can run (as with `parallel`).
+    # Run this function in a thread, as with `parallel`, so that other reward functions run while it waits for processes.
     runs_in_thread = True
 
     def __init__(
@@ -542,12 +546,12 @@ class CodeTestsReward:
     def __call__(
         self, completions: Sequence[Any], log_extra: Callable[[str, list], None] | None = None, **columns: Any
     ) -> list[float | None]:
-        """Return a reward, or None, for each completion. Log the number of passed tests and the first failure of each
-        completion.
+        """Return the reward of each completion, or None for a row without tests. Log the number of passed tests and the
+        first failure of each completion.
 
         Raises:
-            MissingDependencyError: The sandbox's program is not installed.
-            RewardError: The column is missing, its tests have an unknown form, or the sandbox does not work on this
+            MissingDependencyError: The program that starts the sandbox is not installed.
+            RewardError: The column with tests is missing, tests have an unknown form, or the sandbox does not work on this
                 machine.
         """
         if self.column not in columns:
@@ -555,14 +559,14 @@ class CodeTestsReward:
                 f"code_tests_reward needs the column {self.column!r}, but the columns are {sorted(columns)}."
             )
         tests = [self._read(row, value) for row, value in enumerate(columns[self.column])]
-        # Test the sandbox even if no completion contains code, so that the dry run detects a sandbox that does not work.
+        # Test the sandbox even if no completion contains code. A dry run then detects a sandbox that does not work.
         open_sandbox(self.sandbox)
         sources = [code_block(completion_text(completion)) for completion in completions]
         keys = [json.dumps((s, t)) for s, t in zip(sources, tests, strict=True)]
         jobs = {k: (s, t) for k, s, t in zip(keys, sources, tests, strict=True) if s is not None and t}
         with ThreadPoolExecutor(self.workers) as pool:
             run = functools.partial(run_tests, limits=self.limits, sandbox=self.sandbox, stop=not self.partial)
-            # If one call raises an exception, jobs that have not started are canceled.
+            # If a call raises an exception, all jobs that have not started are canceled.
             done = dict(zip(jobs, pool.map(lambda job: run(*job), jobs.values()), strict=True))
         results = [done.get(key, [CaseResult(False, "no code block")]) for key in keys]
         if log_extra is not None:
@@ -583,7 +587,7 @@ class CodeTestsReward:
 
 
 def get_code_tests_reward(column: str = "tests", **options: Any) -> CodeTestsReward:
-    r"""Return a `CodeTestsReward`.
+    r"""Return a `CodeTestsReward` that reads the tests in ``column``. ``options`` are its other arguments.
 
     >>> reward = get_code_tests_reward(partial=True)
     >>> texts = ["```python\ndef f(x): return 2 * x\n```", "```python\ndef f(x): return 4\n```", "I cannot."]

@@ -1,4 +1,4 @@
-"""`OpenAIPairwiseJudge`: a judge that sends requests to a server with OpenAI's chat API."""
+"""`OpenAIPairwiseJudge`: judge that sends requests to a server with OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ Reply with one character, 0 or 1: the number of the better answer."""
 
 
 class OpenAIPairwiseJudge(BasePairwiseJudge):
-    """Pairwise judge that calls a model on an OpenAI-compatible chat server (vLLM, llama.cpp, SGLang, hosted APIs).
+    """Pairwise judge that calls a model on an OpenAI-compatible chat server, such as vLLM, llama.cpp or a hosted API.
 
     The model must answer "0" or "1".
 
     Args:
         model: Name of the model on the server.
         system_prompt: Template with ``{prompt}``, ``{response0}`` and ``{response1}``. None: the built-in template.
-        max_requests: Maximum number of requests. Pairs after that get no verdict. None: no limit.
+        max_requests: Maximum number of requests. Later pairs get no verdict. None: no limit.
         base_url: URL including the API version. None: the environment variable ``OPENAI_BASE_URL``, or OpenAI's API if
             it is not set.
         api_key: API key. None: the environment variable ``OPENAI_API_KEY``.
-        options: Additional fields of each request. A field with the value None is removed, e.g. ``{"max_tokens": None,
-            "max_completion_tokens": 1}``.
+        options: Additional fields of each request. A field with the value None is removed from the request, e.g.
+            ``{"max_tokens": None, "max_completion_tokens": 1}``.
         seed: Random seed for the order of the two completions.
         concurrency: Maximum number of concurrent requests.
         timeout: Number of seconds to wait for a response.
         retries: Number of further attempts after a failed request.
         backoff: Maximum number of seconds before the first retry. The maximum doubles with each retry. The wait is
             sampled between half the maximum and the maximum.
-        vision: Whether the model accepts images. Images are sent before the text, which contains ``[image]`` for each image.
+        vision: Whether the model accepts images. Images are sent before the text. The text contains ``[image]`` for each image.
 
     >>> judge = OpenAIPairwiseJudge("my-judge", base_url="http://localhost:8000/v1")
     >>> judge.judge(["2 + 2?"], [["4", "5"]])  # doctest: +SKIP
@@ -96,16 +96,17 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         shuffle_order: bool = True,
         images: list[list[str]] | None = None,
     ) -> list[int]:
-        """Return one verdict per pair; see `BasePairwiseJudge.judge`.
+        """Return one verdict per pair: the index of the better completion, or -1. See `BasePairwiseJudge.judge`.
 
         Args:
-            prompts: n texts.
-            completions: n pairs of texts.
-            shuffle_order: Whether to swap about half of the pairs at random. The verdicts refer to the original order.
+            prompts: Texts of n prompts.
+            completions: Two completions for each prompt.
+            shuffle_order: Whether to swap the two completions in about half of the pairs at random. Verdicts refer to the
+                original order.
             images: ``data:`` URLs of each prompt's images, for a judge with ``vision``.
 
         Raises:
-            RewardError: The server cannot be reached, or it refuses the request.
+            RewardError: The server cannot be reached, or it refuses a request.
         """
         if self.max_requests is not None and self.num_requests >= self.max_requests:
             self._warn(
@@ -126,7 +127,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             questions = [
                 [*blocks, {"type": "text", "text": text}] for blocks, text in zip(shown_as, texts, strict=True)
             ]
-        # If one request raises an exception, requests that have not started are canceled.
+        # If a request raises an exception, all requests that have not started are canceled.
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(questions))), "judge") as pool:
             verdicts = [self._verdict(answer) for answer in pool.map(self._ask, questions)]
         return [v if v == NO_VERDICT or not turn else 1 - v for v, turn in zip(verdicts, turned, strict=True)]

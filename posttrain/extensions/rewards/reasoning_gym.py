@@ -1,4 +1,4 @@
-"""Dataset and reward function for any reasoning-gym task, or for a mixture of tasks."""
+"""Dataset and reward function for a reasoning-gym task or a mixture of tasks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from posttrain.integrations import require
 from posttrain.rewards.math import boxed
 from posttrain.rewards.texts import completion_text
 
-# Distance between the seeds of two datasets. reasoning-gym samples row i with seed + i, so datasets with consecutive seeds
-# would have almost the same rows.
+# Distance between the seeds of two datasets. reasoning-gym samples row i with the seed ``seed + i``, so datasets with
+# consecutive seeds would have almost the same rows.
 SPACING = 10_000_019
 EXTRACT = ("auto", "tag", "last_number", "text")
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -24,13 +24,13 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def extract_answer(text: str, how: str = "auto") -> str | None:
-    r"""Extract the answer from a completion, or return None.
+    r"""Extract the answer from a completion. Return None if there is no answer.
 
     Args:
-        text: The completion.
+        text: Text of the completion.
         how: ``tag`` returns the content of the last ``<answer>...</answer>``. ``last_number`` returns the last number. ``text``
-            returns the whole text. ``auto`` (default) returns the first of these that exists: the content of the tag, the last
-            ``\boxed{...}``, the text after "answer is" on the last line, the last line.
+            returns the whole text. ``auto`` (default) returns the first of these texts that exists: the content of the tag,
+            the last ``\boxed{...}``, the text after "answer is" on the last line, the last line.
 
     >>> extract_answer("So <answer> 12 </answer>."), extract_answer("The answer is 12."), extract_answer("a\n\n7")
     ('12', '12', '7')
@@ -41,7 +41,7 @@ def extract_answer(text: str, how: str = "auto") -> str | None:
     if how == "last_number":
         numbers = NUMBER.findall(text)
         return numbers[-1].replace(",", "") if numbers else None
-    # Ignore the text after the last closing tag, because each opening tag in it would cause a search up to the end of the text.
+    # Ignore the text after the last closing tag, because every opening tag there would cause a search to the end of the text.
     end = max((match.end() for match in CLOSE.finditer(text)), default=0)
     tags = TAG.findall(text, 0, end)
     if tags or how == "tag":
@@ -60,10 +60,9 @@ class ReasoningGymReward:
     """Reward function of a reasoning-gym task. The task's scorer returns a reward from 0.0 to 1.0.
 
     Args:
-        task: A reasoning-gym dataset.
-        name: Name in metrics and tables.
-        extract: Method of `extract_answer` that finds the answer in a completion, or a function that returns the answer
-            or None.
+        task: Dataset object of reasoning-gym.
+        name: Name of the reward function in metrics and tables.
+        extract: Argument ``how`` of `extract_answer`, or a function that returns the answer in a completion or None.
     """
 
     def __init__(self, task: Any, name: str, extract: str | Callable[[str], str | None] = "auto") -> None:
@@ -85,7 +84,7 @@ class ReasoningGymReward:
         return [self._score(f, index, gold) for f, index, gold in zip(answers, task_index, answer, strict=True)]
 
     def entry(self, index: int) -> dict[str, Any]:
-        """Return question, answer and metadata of a row of the task. The result is cached."""
+        """Return question, answer and metadata of row ``index`` of the task, and cache them."""
         if index not in self._entries:
             self._entries[index] = self.task[index]
         return self._entries[index]
@@ -116,19 +115,19 @@ def reasoning_gym_task(
     extract: str | Callable[[str], str | None] = "auto",
     **config: Any,
 ) -> tuple[datasets.Dataset, ReasoningGymReward]:
-    """Create a dataset with the prompts of a reasoning-gym task, and the reward function that scores the answers.
+    """Create a dataset of prompts from a reasoning-gym task, and the reward function that scores the answers.
 
-    Datasets with different seeds have no common rows, so ``seed=1`` can be the held-out set for ``seed=0``. (In
-    reasoning-gym itself, row i depends on ``seed + i``, so neighboring seeds have almost the same rows.)
+    Datasets with different seeds have no common rows, so ``seed=1`` can be the held-out set for ``seed=0``. (reasoning-gym
+    itself samples row i with the seed ``seed + i``, so its datasets with consecutive seeds have almost the same rows.)
 
     Args:
         task: Name of a task, or a mixture ``{name: weight}`` or ``{name: {"weight": 2.0, **settings}}``. Each row of a mixture
             is sampled from one of its tasks.
         size: Number of rows.
         seed: Random seed of the rows.
-        system_prompt: System message. The prompt can describe the format of answers, e.g. ``<answer>...</answer>``.
-        extract: Method of `extract_answer` that finds the answer in a completion, or a function.
-        config: Settings of the task, with the names of reasoning-gym.
+        system_prompt: System message. It can describe the format of answers, e.g. ``<answer>...</answer>``.
+        extract: Argument ``how`` of `extract_answer`, or a function that returns the answer in a completion or None.
+        config: Settings of the task, under the names that reasoning-gym uses.
 
     Returns:
         A dataset with the columns ``prompt`` (messages), ``answer``, ``task`` and ``task_index``, and its reward function.

@@ -1,4 +1,4 @@
-"""`post_json`: sends JSON to a judge or a sandbox service, and retries while the server is busy or starting."""
+"""`post_json`: send JSON to a judge or a sandbox service, and retry while the server is busy or starting."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 BUSY = "send fewer concurrent requests (concurrency), increase retries, or increase the server's request limit."
 BROKEN = "check the server's log. If the server is still starting, increase retries."
-# Maximum number of seconds to wait before a retry, even if the server's Retry-After header is longer.
+# Maximum number of seconds to wait before a retry, even if the server's Retry-After header requests a longer wait.
 LONGEST_WAIT = 60.0
 
 
 class _Busy(Exception):
-    """Error after which the request is retried. ``after`` is the wait in seconds that the server requested, ``fix`` the
+    """Error after which the request is retried. ``after`` is the wait in seconds that the server requested. ``fix`` is the
     advice for the user.
     """
 
@@ -36,8 +36,8 @@ class _Busy(Exception):
 
 @functools.lru_cache(maxsize=1)
 def _client(pid: int) -> httpx2.Client:
-    """Return this process's HTTP client, which keeps connections open. After a fork, the child process must not use its
-    parent's client.
+    """Return the HTTP client of process ``pid``. It keeps connections open. After a fork, the child process needs a new
+    client instead of its parent's client.
     """
     return httpx2.Client(limits=CONNECTIONS)
 
@@ -52,20 +52,20 @@ def post_json(
     backoff: float = 0.5,
     api_key: str | None = None,
 ) -> httpx2.Response:
-    """Send a POST request and return the response. Its status is below 300.
+    """Send a POST request with a JSON body, and return the response if its status is below 300.
 
     Args:
-        url: URL of the request.
-        body: Content of the request, sent as JSON.
+        url: URL to which the request is sent.
+        body: Content of the request, which is sent as JSON.
         who: Name of the server in error messages, e.g. ``"judge"``.
         timeout: Number of seconds to wait for a response.
         retries: Number of further attempts after a failed request.
-        backoff: Maximum number of seconds before the first retry. The maximum doubles with each retry. The wait is
+        backoff: Maximum wait in seconds before the first retry. The maximum doubles with each retry. The wait is
             sampled between half the maximum and the maximum.
-        api_key: Key that is sent as a bearer token. None: no token.
+        api_key: API key, which is sent as a bearer token. None: no token.
 
     Raises:
-        RewardError: The server cannot be reached, or it refuses the request. The error contains the URL and the number
+        RewardError: The server cannot be reached, or it refuses the request. The message contains the URL and the number
             of attempts.
     """
     growing = tenacity.wait_exponential(backoff / 2, max=LONGEST_WAIT / 2)

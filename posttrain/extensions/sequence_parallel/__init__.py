@@ -1,1 +1,1 @@
-"""Sequence parallelism (``parallelism_config`` with ``sp_size``)."""
+"""Ulysses sequence parallelism, which is enabled with ``sp_size`` in ``parallelism_config``."""

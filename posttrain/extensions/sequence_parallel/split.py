@@ -1,20 +1,23 @@
-"""Ulysses sequence parallelism: a group of processes shares each row. Tokens and attention heads are split over the
-group.
+"""Ulysses sequence parallelism. A group of processes computes each row together. Tokens and attention heads are split over
+the group.
 
-Each process has its own rows, as in data parallelism. A group of ``sp_size`` processes computes the batch of its first process
-together, then the batch of its second process, and so on. Each process computes everything except attention for ``1 / sp_size``
-of the columns. Attention needs whole rows, so before and after it, tokens are exchanged for heads::
+Each process loads its own rows, as in data parallelism. A group of ``sp_size`` processes computes the batch of its first
+process together, then the batch of its second process, and so on. Each process computes ``1 / sp_size`` of the columns in
+all operations except attention. Attention needs whole rows. Therefore, tokens are exchanged for heads before attention, and
+heads are exchanged for tokens after it::
 
     q, k, v   (B, heads, T / n, d)  --all-to-all-->  (B, heads / n, T, d)     whole rows, some heads
     out       (B, T, heads / n, d)  --all-to-all-->  (B, T / n, heads, d)
 
-The attention call itself does not change: tree attention and masks apply to whole rows. Key-value heads are repeated if there
-are fewer heads than processes. The outputs of the head (one log-prob per token, one score per sequence) are sent to the process
-that owns the batch. Only this process computes the objective, and its gradients are sent back. All other numbers of a run
-(denominators, advantages, rewards, metrics, the state of samplers) are the same as in data parallelism.
+The attention function does not change, because tree attention and masks apply to whole rows. Key-value heads are repeated
+if there are fewer heads than processes. The outputs of the model's head (one log-prob per token, or one score per sequence)
+are sent to the process that owns the batch. Only this process computes the objective. The gradients of the outputs are sent
+back to the group. All other numbers of a run (denominators, advantages, rewards, metrics, the state of samplers) are the
+same as in data parallelism.
 
-For each layer, a process sends ``4 passes x (n - 1) / n x B T / n x d x (heads + KV heads)`` numbers: in the forward pass
-(queries, keys, values, output), again if layers are recomputed, and in the backward pass. Repeated KV heads are counted.
+For each layer, a process sends ``4 passes x (n - 1) / n x B T / n x d x (heads + KV heads)`` numbers. Queries, keys, values
+and outputs are sent in the forward pass, again if layers are recomputed, and in the backward pass. Repeated KV heads are
+included.
 
 Reference: DeepSpeed-Ulysses, arXiv:2309.14509; Arctic Long Sequence Training (batches of a group in turns), arXiv:2506.13996.
 """
@@ -43,10 +46,10 @@ Compare = Callable[..., dict[str, Any]]
 
 @dataclass
 class Traffic:
-    """Traffic of this process. The measured traffic can be compared with the formula in the module's docstring.
+    """Measured attention traffic of this process, to compare it with the formula in the module's docstring.
 
     Attributes:
-        calls: Number of all-to-all calls for attention, including those of the backward pass.
+        calls: Number of all-to-all calls for attention, including the calls in backward passes.
         sent: Number of bytes sent to other processes in these calls.
     """
 
@@ -56,15 +59,15 @@ class Traffic:
 
 @dataclass(slots=True)
 class TokenSplit:
-    """Sequence-parallel group: processes that compute their batches together.
+    """Sequence-parallel group of processes, which compute their batches together.
 
     Attributes:
         group: Process group of torch.distributed.
         ranks: Global ranks of the group's processes.
         rank: Rank of this process in the group.
         device: Device on which tensors are exchanged.
-        in_turn: Whether the group is running a training pass over this process's batch.
-        traffic: See `Traffic`.
+        in_turn: Whether the group is computing a training pass over this process's batch.
+        traffic: Measured attention traffic of this process.
     """
 
     group: Any
@@ -96,17 +99,17 @@ class TokenSplit:
     # Objects -----------------------------------------------------------------------------------------------------
 
     def broadcast(self, item: object) -> None:
-        """Broadcast an object to the other processes of the group, which must call `receive`."""
+        """Broadcast an object to all other processes of the group. They must call `receive`."""
         torch.distributed.broadcast_object_list([item], src=self.ranks[self.rank], group=self.group, device=self.device)
 
     def receive(self, owner: int) -> Any:
-        """Receive the object that process ``owner`` of the group broadcasts with `broadcast`."""
+        """Receive the object that process ``owner`` of the group sends with `broadcast`."""
         shared: list[Any] = [None]
         torch.distributed.broadcast_object_list(shared, src=self.ranks[owner], group=self.group, device=self.device)
         return shared[0]
 
     def exchanged(self, item: object) -> list[Any]:
-        """Return one object of each process of the group, in rank order."""
+        """Gather one object from each process of the group. Return the objects in rank order."""
         items: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(items, item, group=self.group)
         return items
@@ -118,8 +121,8 @@ class TokenSplit:
         return _AtOwner.apply(self, owner, *tensors)
 
     def whole_rows(self, *tensors: Tensor) -> list[Tensor]:
-        """Exchange ``(B, heads, T / n, d)`` for ``(B, heads / n, T, d)`` with all columns. All tensors are sent in one
-        all-to-all.
+        """Exchange columns for heads: convert ``(B, heads, T / n, d)`` to ``(B, heads / n, T, d)``, which has all columns.
+        All tensors are sent in one all-to-all call.
         """
         parcels = []
         for x in tensors:
@@ -134,7 +137,7 @@ class TokenSplit:
         return shaped
 
     def own_columns(self, out: Tensor) -> Tensor:
-        """Exchange ``(B, T, heads / n, d)`` for ``(B, T / n, heads, d)`` with all heads."""
+        """Exchange heads for columns: convert ``(B, T, heads / n, d)`` to ``(B, T / n, heads, d)``, which has all heads."""
         rows, width, heads, size = out.shape
         parcels = out.reshape(rows, self.size, width // self.size, heads, size).movedim(1, 0).flatten(1)
         got = _Exchange.apply(parcels, self).view(self.size, rows, width // self.size, heads, size)
@@ -152,18 +155,18 @@ class TokenSplit:
     ) -> Tensor:
         """Compute attention for this process's columns.
 
-        Tokens are exchanged for heads, attention is computed for whole rows, and heads are exchanged for tokens again.
+        Tokens are exchanged for heads, attention is computed for whole rows, and heads are exchanged for tokens.
 
         Args:
             whole: Attention function for whole rows, ``(q, k, v, sinks) -> (out (B, T, heads, d), ...)``.
             q: Queries ``(B, heads, T / n, d)``.
             k: Keys ``(B, KV heads, T / n, d)``.
             v: Values of the same shape as ``k``.
-            sinks: ``(heads,)`` or None, see `posttrain.models.tree_attention.tree_attention`.
+            sinks: Attention sinks ``(heads,)`` or None. See `posttrain.models.tree_attention.tree_attention`.
             ratio: Number of query heads per KV head that ``whole`` requires. None: any number.
 
         Returns:
-            ``(B, T / n, heads, d)``.
+            Attention output for this process's columns, ``(B, T / n, heads, d)``.
         """
         heads, kv = q.shape[1], repeated_heads(q.shape[1], k.shape[1], self.size)
         if ratio is not None and heads // kv != ratio:
@@ -181,11 +184,11 @@ class TokenSplit:
     # Passes ------------------------------------------------------------------------------------------------------
 
     def forward(self, model: nn.Module, request: Pass, compare: Compare | None) -> dict[str, Any]:
-        """Run a forward pass for `posttrain.models.forward.forward`.
+        """Run a forward pass together with the group. `posttrain.models.forward.forward` calls this method.
 
-        In a training pass over this process's batch, the other processes compute their columns with `help_with`. Passes
-        without gradients run for each process of the group in turn. A pass without gradients inside a training pass, e.g. of
-        a reference, runs on this process alone.
+        In a training pass over this process's batch, the other processes of the group compute their columns with
+        `help_with`. Passes without gradients run for each process of the group in turn. A pass without gradients inside a
+        training pass, for example of a reference model, runs on this process alone.
         """
         training = torch.is_grad_enabled()
         if self.in_turn and training:
@@ -205,7 +208,9 @@ class TokenSplit:
         return result
 
     def help_with(self, model: nn.Module, owner: int) -> Tensor:
-        """Compute this process's columns of a training pass of process ``owner``. The result's backward must be called."""
+        """Compute this process's columns in a training pass of process ``owner``. The caller must call ``backward`` on the
+        result.
+        """
         install_token_head(model)
         request = self.receive(owner)
         result = self._run(model, replace(request, batch=request.batch.to(self.device)), None, owner)
@@ -213,17 +218,21 @@ class TokenSplit:
         return torch.stack([0.0 * x.float().sum() for x in tensors]).sum()
 
     def _run(self, model: nn.Module, request: Pass, compare: Compare | None, owner: int) -> dict[str, Any]:
-        """Compute this process's columns of the batch that process ``owner`` owns, and sum the results over the group."""
+        """Compute this process's columns of the batch of process ``owner``, and gather the results of the group on
+        ``owner``.
+        """
         columns = self.columns(request.batch.input_ids.shape[1])
         head, inputs = prepared(model, request, compare, self, columns)
         inputs |= {name: inputs[name][..., columns] for name in ("input_ids", "position_ids")}
         head, own = _piece(head, columns, self, owner, compares=request.compares)
         result = call(model, request.batch, head, inputs)
-        # Values of a comparison are already complete, because its inputs were gathered on the owner.
+        # Values of a comparison are complete, because the inputs of the comparison were gathered on the owner.
         return result if request.compares else _at_owner(result, own, self, owner)
 
     def turns(self, last: bool) -> Iterator[tuple[int | None, bool]]:
-        """Iterate over the processes of the group; see `posttrain.models.token_split.turns`."""
+        """Iterate over the processes of the group, whose batches are computed in turn. See
+        `posttrain.models.token_split.turns`.
+        """
         for turn in range(self.size):
             self.in_turn = turn == self.rank
             try:
@@ -246,7 +255,7 @@ class TokenSplit:
             )
 
     def refuse_predict(self) -> None:
-        """Raise an error for ``predict``, which needs the full logits of whole rows on one process.
+        """Raise an error, because ``predict`` needs the full logits of whole rows on one process.
 
         Raises:
             ConfigError: Always.
@@ -257,7 +266,7 @@ class TokenSplit:
 
 
 def repeated_heads(heads: int, kv: int, size: int) -> int:
-    """Return the smallest number of repeated KV heads that ``size`` processes can divide.
+    """Return the smallest number of KV heads, after repetition, that ``size`` processes can share equally.
 
     >>> [repeated_heads(8, 4, 2), repeated_heads(8, 2, 4), repeated_heads(6, 3, 2)]
     [4, 4, 6]
@@ -269,16 +278,17 @@ def repeated_heads(heads: int, kv: int, size: int) -> int:
 def layer_bytes(
     size: int, *, tokens: int, heads: int, kv: int, head_size: int, itemsize: int, recomputed: bool = False
 ) -> int:
-    """Return the bytes that a process sends for one layer and one training pass (formula in the module's docstring).
+    """Return the number of bytes that a process sends for one layer in one training pass. The module's docstring has the
+    formula.
 
     Args:
         size: Number of processes in the group.
-        tokens: ``B * T`` of the whole batch.
+        tokens: Number of tokens ``B * T`` of the whole batch.
         heads: Number of query heads.
-        kv: Number of KV heads.
-        head_size: Size of a head.
-        itemsize: Bytes per element.
-        recomputed: Whether the forward pass of the layer runs twice.
+        kv: Number of KV heads of the model, before repetition.
+        head_size: Number of dimensions of a head.
+        itemsize: Number of bytes per element.
+        recomputed: Whether the forward pass of the layer is recomputed in the backward pass.
 
     >>> layer_bytes(2, tokens=8, heads=4, kv=2, head_size=16, itemsize=4)
     3072
@@ -288,8 +298,8 @@ def layer_bytes(
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of ``(n, M)``: row i is sent to process i and replaced by the row from process i. The backward pass is
-    the same exchange.
+    """All-to-all of a tensor ``(n, M)``. Row i is sent to process i, and replaced by the row that process i sends. The
+    backward pass is the same exchange.
     """
 
     @staticmethod
@@ -323,7 +333,7 @@ class _AtOwner(torch.autograd.Function):
         torch.distributed.all_reduce(flat, group=split.group)
         pieces = flat.split([x.numel() for x in tensors])
         outputs = tuple(y.view_as(x).to(x.dtype) for x, y in zip(tensors, pieces, strict=True))
-        # Clone the views, because autograd does not allow in-place changes of one of several views of the same storage.
+        # Clone the views, because autograd does not allow in-place changes of a view if other views share its storage.
         outputs = tuple(x.clone() for x in outputs)
         ctx.mark_non_differentiable(*(x for x, learns in zip(outputs, ctx.learns, strict=True) if not learns))
         return outputs
@@ -344,7 +354,7 @@ class _AtOwner(torch.autograd.Function):
 
 
 def make_group(size: int, *, world: int, rank: int, device: torch.device) -> TokenSplit:
-    """Create groups of ``size`` consecutive ranks and return this process's group. Every process of the run must call it."""
+    """Create groups of ``size`` consecutive ranks, and return this process's group. All processes of the run must call it."""
     mine: TokenSplit | None = None
     for first in range(0, world, size):
         ranks = list(range(first, first + size))
@@ -356,7 +366,7 @@ def make_group(size: int, *, world: int, rank: int, device: torch.device) -> Tok
 
 
 def _bare(request: Pass) -> Pass:
-    """Return the batch on the CPU, without the tensors that only the objective needs."""
+    """Return a copy of the pass whose batch is on the CPU. Tensors that only the objective needs are removed."""
     empty = dict.fromkeys(("advantages", "old_logp", "ref_logp", "rollout_logp", "expected_grad"))
     return replace(request, batch=replace(request.batch, **empty, columns={}).to("cpu"))
 
@@ -364,8 +374,8 @@ def _bare(request: Pass) -> Pass:
 def _piece(
     head: TokenHead | ScoreHead, columns: slice, split: TokenSplit, owner: int, *, compares: bool
 ) -> tuple[TokenHead | ScoreHead, tuple[Tensor, int]]:
-    """Return the head restricted to the positions that are predicted from the given columns, the indices of these
-    positions, and the number of all positions.
+    """Return the head restricted to the positions that are predicted from ``columns``. Also return the indices of these
+    positions and the number of all positions.
     """
     inside = (head.columns >= columns.start) & (head.columns < columns.stop)
     own = (inside.nonzero()[:, 0], len(head.columns))
@@ -382,8 +392,8 @@ def _piece(
 
 
 def _compared_at_owner(head: TokenHead, own: tuple[Tensor, int], split: TokenSplit, owner: int) -> Compare:
-    """Gather the last hidden states on the process that owns the batch. This process compares them with the hidden
-    states of another model.
+    """Return a comparison function that gathers the last hidden states on the process that owns the batch. This process
+    compares them with the hidden states of another model.
     """
 
     def compare(hidden: Tensor, layer: nn.Module, rule: Any, piece: TokenHead) -> dict[str, Any]:
@@ -391,7 +401,8 @@ def _compared_at_owner(head: TokenHead, own: tuple[Tensor, int], split: TokenSpl
         if owner == split.rank:
             assert head.compare is not None
             return head.compare(whole, layer, rule, head)
-        # Include every weight of the layer in the graph, because gradient averaging waits until each weight has a gradient.
+        # Include every weight of the layer in the graph, because the averaging of gradients waits until each
+        # weight has a gradient.
         weights = () if layer is None else [p for p in layer.parameters() if p.requires_grad]
         return {"hidden": whole, **{f"weight {i}": p.flatten()[:1] for i, p in enumerate(weights)}}
 
@@ -399,15 +410,15 @@ def _compared_at_owner(head: TokenHead, own: tuple[Tensor, int], split: TokenSpl
 
 
 def _all_positions(values: Tensor, where: Tensor, count: int) -> Tensor:
-    """Return a tensor for all ``count`` positions. The tensor contains this process's ``values (n, ...)``, and zeros
-    for all other positions.
+    """Return a tensor for all ``count`` positions. It contains ``values (n, ...)`` at the positions ``where``, which this
+    process computes, and zeros at all other positions.
     """
     return values.new_zeros(count, *values.shape[1:]).index_put((where,), values)
 
 
 def _at_owner(result: dict[str, Any], own: tuple[Tensor, int], split: TokenSplit, owner: int) -> dict[str, Any]:
-    """Gather the results on the process that owns the batch. Compared values and the router's loss term are already
-    complete.
+    """Gather the results on the process that owns the batch. Results without a value per position, such as the router's
+    loss term, are complete and stay unchanged.
     """
     names = [name for name in ("logp", "log_mass", *PER_TOKEN, "logits", "scores") if name in result]
     if not names:

@@ -1,4 +1,4 @@
-"""Sequence parallelism (``sp_size``): its options, the checks before training, and a test whether a model supports it."""
+"""Sequence parallelism (``sp_size``): checks of options before training, and a test of whether a model supports it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Config fields that do not work with sequence parallelism, each with the reason.
+# Config fields that do not work with sequence parallelism, with the reason for each field.
 WITHOUT = {
     "neftune_noise_alpha": "the noise would be equal on all processes",
     "top_entropy_quantile": "the quantile is computed over all processes, but each pass is run by only one group",
@@ -43,7 +43,9 @@ WITHOUT = {
 
 @contextmanager
 def without_accelerate(args: PostTrainingConfig) -> Iterator[None]:
-    """Hide ``sp_size`` from accelerate while it is initialized, because accelerate would enable DeepSpeed for it."""
+    """Hide ``sp_size`` from accelerate inside the context, because accelerate would enable DeepSpeed for sequence
+    parallelism.
+    """
     config, variable = args.parallelism_config, os.environ.pop(ASKED, None)
     args.parallelism_config = None
     try:
@@ -58,11 +60,11 @@ def check_heads(config: Any, size: int) -> None:
     """Raise an error if ``size`` processes cannot share the attention heads of a model.
 
     Args:
-        config: Config of the model.
-        size: Number of processes in a group.
+        config: Config of the transformers model.
+        size: Number of processes in a sequence-parallel group.
 
     Raises:
-        ConfigError: The number of query heads is not divisible, or the attention backend does not support the masks of
+        ConfigError: ``size`` does not divide the number of query heads, or the attention backend does not support the masks of
             this library.
     """
     text = config.get_text_config()
@@ -91,7 +93,7 @@ def check_split(args: PostTrainingConfig, config: PretrainedConfig, *, supported
         name: Name of the trainer.
 
     Raises:
-        ConfigError: The method, the number of heads, the attention backend or an option does not support sequence
+        ConfigError: The method, the number of attention heads, the attention backend or an option does not support sequence
             parallelism.
     """
     size = parallel_sizes(args)["sp_size"]
@@ -114,21 +116,21 @@ def check_split(args: PostTrainingConfig, config: PretrainedConfig, *, supported
 def begin_split(
     args: PostTrainingConfig, accelerator: Accelerator, model: nn.Module, layout: Layout, *, supported: bool, name: str
 ) -> Layout:
-    """Run all checks and create the groups of ``sp_size`` processes. Return a batch layout that works with sequence
-    parallelism.
+    """Run all checks of sequence parallelism, and create the groups of ``sp_size`` processes. Return a batch layout that
+    works with sequence parallelism.
 
     Args:
         args: The trainer's config.
         accelerator: Accelerator of the run.
-        model: Model on its device, before it is wrapped by DDP or FSDP.
-        layout: Layout that was chosen without sequence parallelism.
+        model: Model on its device. It is not yet wrapped by DDP or FSDP.
+        layout: Batch layout that was chosen without sequence parallelism.
         supported: Whether the method has been tested with sequence parallelism.
         name: Name of the trainer.
 
     Raises:
-        ConfigError: The processes or heads cannot be divided into equal groups, or the method, the layout or an option
-            does not support sequence parallelism.
-        ModelError: The probe found that the model gives different results with sequence parallelism.
+        ConfigError: The processes cannot be divided into equal groups, or a group cannot share the attention heads equally.
+            The error is also raised if the method, the layout or an option does not support sequence parallelism.
+        ModelError: The model gives different results for a small batch with sequence parallelism.
     """
     sizes, world = parallel_sizes(args), accelerator.num_processes
     size = sizes["sp_size"]
@@ -180,14 +182,15 @@ def _check_world(sizes: dict[str, int], world: int) -> None:
 
 @torch.no_grad()
 def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int) -> None:
-    """Check that the log-probs (or scores) of a small batch are equal with and without sequence parallelism. All
-    processes must call it.
+    """Check that a small batch gives the same log-probs (or scores) with and without sequence parallelism. All processes
+    must call this function.
 
     Raises:
-        ModelError: The results differ, because a layer mixes tokens outside attention.
+        ModelError: The results differ. The reason is a layer that mixes tokens outside attention.
     """
     parameters = list(model.parameters())
-    # On this process, the weights may not be loaded yet, because one process loads them and sends shards to the others.
+    # Skip the check if the weights are not loaded yet. With FSDP, one process loads the weights and sends shards to all
+    # processes.
     if any(p.is_meta for p in parameters):
         return
     config: Any = causal_lm(model).config
@@ -222,8 +225,8 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
 
 
 def _tried(model: nn.Module, batch: Batch, needs: frozenset[str], size: int) -> ModelOutputs:
-    """Run a forward pass. If the pass fails, raise an error that names the model. All processes of a group fail in the
-    same way.
+    """Run a forward pass. If it fails, raise an error that names the model. The pass fails in the same way on all processes
+    of a group.
     """
     try:
         return forward(model, batch, needs)

@@ -1,1 +1,1 @@
-"""The rollout server: an HTTP server for generation. A trainer updates its weights while it runs."""
+"""The rollout server `posttrain serve`: an HTTP server for generation whose weights a trainer updates during a run."""

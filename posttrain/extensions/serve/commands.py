@@ -1,4 +1,4 @@
-"""`serve`: the command `posttrain serve`. Its modules are imported only when it runs."""
+"""The command `serve`. The modules that implement it are imported when the command runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 def serve(argv: list[str]) -> int:
-    """Start a rollout server whose weights a trainer updates. It does not need vLLM.
+    """Start a rollout server that receives weights from a trainer. The server does not need vLLM.
 
     Returns:
         0 after a normal shutdown.

@@ -1,4 +1,4 @@
-"""`ServedEngine`: the engine of `posttrain serve`. One thread samples, loads weights, and scores sequences."""
+"""`ServedEngine`: engine of `posttrain serve`. A single thread samples, loads weights, and scores sequences."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from posttrain.rollouts.base import RolloutEngine
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout
 
-# Number of seconds without a new request after which the collected requests are passed to the engine. Clients send the prompts
-# of a step one by one.
+# Number of seconds without a new request after which the collected requests are passed to the engine together. Clients send
+# the prompts of a step in separate requests.
 GATHER_S = 0.01
 NOT_WHOLE = "the weights are incomplete, because an update failed. Push all weights again."
 UPDATING = "the weights are incomplete, because an update is still running. End the update, or push all weights again."
-# Number of positions whose logits are in memory at the same time during scoring.
+# Number of positions whose logits are in memory at the same time while sequences are scored.
 CHUNK = 256
 
 
 @dataclass(eq=False)
 class Job:
-    """A prompt for which completions are requested.
+    """A request for completions of one prompt.
 
     Attributes:
         request: Prompt with its number of completions and its sampling settings.
-        version: Version of the weights that sampled the completions.
-        rollouts: Future of the completions. If sampling fails, the future holds the error.
+        version: Name of the weight version that sampled the completions.
+        rollouts: Future of the completions. If sampling fails, the future raises the error.
         left: Whether the client has disconnected and no longer waits for the completions.
     """
 
@@ -48,23 +48,22 @@ class Job:
 
 
 class ServedEngine:
-    """Runs generation, weight updates and scoring one after the other in a single thread.
+    """Engine that runs generation, weight updates and scoring one after the other in a single thread.
 
-    Nothing is sampled while generation is paused, or while a weight update is running. Requests that arrive in this
-    time wait.
+    Requests wait while generation is paused or a weight update is running.
 
     Args:
-        engine: Engine for sampling. New weights are copied into the parameters of its ``model``.
+        engine: Engine that samples completions. New weights are copied into the parameters of its ``model``.
 
     Attributes:
-        version: Name of the current weights, which the trainer sets. ``default`` means the weights of the checkpoint.
-        base_version: Name of the version of the base model's weights, without the adapter.
+        version: Name of the current weights, which the trainer sets. ``default``: the weights of the checkpoint.
+        base_version: Name of the weights of the base model, without an adapter.
         state: ``whole``: the weights are complete. ``updating``: an update is running. ``complete``: all buckets of an
             update have arrived. ``failed``: the weights are a mixture of several versions.
         paused: Whether generation is paused.
         waiting: Jobs that the engine has not started yet.
         running: Number of completions in the current engine call.
-        called: Jobs of the current engine call.
+        called: Jobs in the current engine call.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -76,28 +75,28 @@ class ServedEngine:
         self.waiting: deque[Job] = deque()
         self.running = 0
         self.called: Sequence[Job] = ()
-        # The lock is held while an engine call is interrupted, so that a new call cannot start and be interrupted by mistake.
+        # Lock that is held while an engine call is interrupted, so that a new call cannot start and be interrupted by mistake.
         self._calling = threading.Lock()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._known: dict[str, Tensor] = dict(self.model.named_buffers(remove_duplicate=False))
         self._known |= dict(self.model.named_parameters(remove_duplicate=False))
         self._loaded: set[int] = set()
-        # Values that the adapted weights had before an adapter was added, by parameter name.
+        # Values of the adapted weights before an adapter was added, by parameter name.
         self._bases: dict[str, Tensor] = {}
 
     # Generation. All methods except `submit` and `let_go` are called in the engine's thread.
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        """Queue jobs. The jobs start after the current call, together with other waiting jobs."""
+        """Add jobs to the queue. They start after the current engine call, together with other waiting jobs."""
         self.waiting += jobs
         self.thread.submit(self.write_waiting)
 
     def let_go(self, jobs: Iterable[Job]) -> bool:
-        """Mark the clients of jobs as disconnected. End the current call if no client is waiting for it.
+        """Mark the clients of jobs as disconnected. Interrupt the current engine call if no client waits for it any more.
 
         Returns:
-            Whether the call was interrupted. An engine that has not started the call yet can miss the interruption, so
-            this must be called again until the call has ended.
+            Whether the call was interrupted. An engine that has not started the call yet can miss the interruption.
+            Therefore, call this method again until the call has ended.
         """
         for job in jobs:
             job.left = True
@@ -108,7 +107,7 @@ class ServedEngine:
         return unread
 
     def write_waiting(self) -> None:
-        """Run as few engine calls as possible to complete the waiting jobs."""
+        """Sample the completions of the waiting jobs with as few engine calls as possible."""
         if not self.waiting or self.paused or self.state != "whole":
             return
         seen = 0
@@ -121,8 +120,8 @@ class ServedEngine:
         for job in everyone:
             self.waiting.remove(job)
         self._write([job for job in everyone if job.rollouts.set_running_or_notify_cancel()])
-        # Submit the next call instead of making it now, so that pauses, updates and scores that were queued during this call
-        # run first.
+        # Queue the next engine call instead of making it now. Pauses, updates and scores that were queued during this call
+        # then run first.
         self.thread.submit(self.write_waiting)
 
     def _write(self, jobs: Sequence[Job]) -> None:
@@ -134,8 +133,7 @@ class ServedEngine:
             self.called = jobs
         call = jobs[0].request.sampling
         if self.engine.capabilities.per_request_sampling:
-            # Remove the seed from the settings of the call. It comes from the first request, and requests without a seed would
-            # use it.
+            # Remove the seed of the call. It comes from the first request, and requests without a seed would use it.
             call = replace(call, seed=None)
         try:
             stream = iter(self.engine.generate([job.request for job in jobs], call))
@@ -144,8 +142,8 @@ class ServedEngine:
             if len(jobs) == 1:
                 jobs[0].rollouts.set_exception(error)
                 return
-            # The joint call failed, so run each request alone. An invalid request (e.g. a guide that does not compile) then
-            # fails without the others.
+            # The joint call failed, so run each request separately. An invalid request, e.g. a guide that does not compile,
+            # then fails alone.
             for job in jobs:
                 self._write([job])
             return
@@ -160,14 +158,14 @@ class ServedEngine:
     # Methods that update the weights.
 
     def begin_update(self) -> None:
-        """Begin a weight update. Nothing is sampled until the update is complete."""
+        """Begin a weight update. No completions are sampled until the update has ended successfully."""
         self.state, self._loaded = "updating", set()
         self.version = self.base_version = INCOMPLETE
         self._bases = {}
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors into the parameters of the same names.
+        """Copy tensors into the parameters and buffers with the same names.
 
         Raises:
             ModelError: A name is unknown, or a shape differs.
@@ -182,12 +180,12 @@ class ServedEngine:
             self._loaded.add(id(target))
 
     def complete_update(self) -> None:
-        """Mark the update as complete after all buckets have arrived.
+        """Mark the weight update as complete, because all buckets have arrived.
 
         Raises:
-            ModelError: A parameter is missing.
+            ModelError: A parameter was not received.
         """
-        # Compare parameter objects instead of names, because tied weights are one parameter with two names.
+        # Compare parameter objects instead of names, because a tied parameter has two names.
         missing = [name for name, parameter in self.model.named_parameters() if id(parameter) not in self._loaded]
         if missing:
             raise ModelError(
@@ -197,8 +195,8 @@ class ServedEngine:
         self.state = "complete"
 
     def end_update(self, version: str | None) -> None:
-        """End an update. ``version`` is the new name of the weights. With None, the update has failed, and all waiting
-        jobs fail too.
+        """End a weight update. ``version`` is the name of the new weights. None means that the update has failed. All
+        waiting jobs then fail too.
         """
         if version is None:
             self.state, self.version, self.base_version = "failed", INCOMPLETE, INCOMPLETE
@@ -212,19 +210,19 @@ class ServedEngine:
 
     @torch.no_grad()
     def load_adapter(self, name: str, scale: float, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Set each adapted weight of the model to ``W + scale B A``, where W is the weight of the base model. ``name``
-        becomes the version of the weights.
+        """Set each adapted weight to ``W + scale B A``. W is the weight of the base model, and A and B are the adapter's
+        matrices.
 
-        The sum is computed in float32 and rounded once to the weight's dtype, as for merged weights. All names and
-        shapes are checked before a weight is changed.
+        The sum is computed in float32 and rounded once to the weight's dtype, in the same way as merged weights are
+        computed. All names and shapes are checked before a weight is changed.
 
         Args:
-            name: New version name of the weights.
-            scale: Scale of the adapter.
-            pairs: Matrices A ``(r, in)`` and B ``(out, r)`` by the name of the weight.
+            name: Name of the adapter. It becomes the version of the weights.
+            scale: Scaling factor of the adapter.
+            pairs: Mapping from names of weights to matrices A ``(r, in)`` and B ``(out, r)``.
 
         Raises:
-            ModelError: A name is unknown, or shapes differ because the adapter belongs to another base model.
+            ModelError: A name is unknown, or the shape of a weight differs. The adapter then belongs to another base model.
         """
         for weight, (a, b) in pairs.items():
             target = self._known.get(weight)
@@ -245,8 +243,8 @@ class ServedEngine:
         self._weights_moved()
 
     def _weights_moved(self) -> None:
-        # Call load_weights without tensors but with a new version. The engine then clears its caches, which were computed with
-        # the old weights.
+        # Call load_weights with a new version and without tensors, so that the engine clears caches that depend on the old
+        # weights.
         self.engine.load_weights((), self.engine.version + 1)
         self.thread.submit(self.write_waiting)
 
@@ -255,20 +253,18 @@ class ServedEngine:
     def score(
         self, prompts: Sequence[Sequence[int]], top: int, left: threading.Event | None = None
     ) -> list[dict[str, Any]]:
-        """Return the result of `score_choice` for each prompt. The weights do not change between prompts. If ``left``
+        """Score prompts with `score_choice`. All prompts are scored with the same weights. If the event ``left``
         is set because the client has disconnected, scoring stops.
 
         Raises:
-            WeightSyncError: The weights are incomplete: an update is running or has failed.
+            WeightSyncError: The weights are incomplete, because an update is running or has failed.
         """
         if self.state != "whole":
             raise WeightSyncError(NOT_WHOLE if self.state == "failed" else UPDATING, phase="generate")
         return [score_choice(self.model, ids, top) for ids in prompts if left is None or not left.is_set()]
 
     def facts(self) -> dict[str, Any]:
-        """Return the properties of the server. A trainer compares them with its own model and decides from them how to
-        send weights.
-        """
+        """Return properties of the server. A trainer compares them with its own model, and chooses how to send weights."""
         text = causal_lm(self.model).config.get_text_config()
         weight = next(self.model.parameters())
         return {
@@ -287,13 +283,13 @@ class ServedEngine:
 
 
 def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, Any]:
-    """Compute the log-probs of a given sequence. Return them as a choice of ``/v1/completions`` with
-    ``prompt_logprobs`` and without a completion.
+    """Compute the log-probs of a given sequence. Return them as ``prompt_logprobs`` in a choice of ``/v1/completions``
+    without a completion.
 
     Args:
-        model: Model that scores.
-        ids: T token ids.
-        top: Number k of most likely tokens to return at each position.
+        model: Model that computes the log-probs.
+        ids: Token ids of the sequence.
+        top: Number of most likely tokens to return at each position, in addition to the sequence's token.
     """
     inner: Any = causal_lm(model)
     rule, tokens = LogitRule.of(inner.config), torch.tensor(list(ids), device=next(model.parameters()).device)
@@ -308,7 +304,7 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
         for logits, own in zip(parts, tokens[1:].split(CHUNK), strict=True):
             logps = logits.log_softmax(-1)  # (c, V)
             shown = torch.cat([logps.topk(min(top, logps.shape[1])).indices, own[:, None]], 1)  # (c, k + 1)
-            # JSON cannot represent minus infinity, so replace it with -9999, as vLLM does.
+            # Replace minus infinity with -9999 as vLLM does, because JSON cannot represent infinity.
             found = logps.gather(1, shown).clamp(min=-9999.0)
             lines = zip(shown.tolist(), found.tolist(), strict=True)
             entries += [{str(i): {"logprob": logp} for i, logp in zip(*line, strict=True)} for line in lines]

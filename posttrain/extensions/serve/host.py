@@ -1,4 +1,4 @@
-"""HTTP endpoints of `posttrain serve`. They have the same interface as vLLM's endpoints."""
+"""HTTP endpoints of `posttrain serve`. They have the interface of vLLM's endpoints."""
 
 from __future__ import annotations
 
@@ -43,38 +43,36 @@ from posttrain.types import Rollout, Sampling
 if TYPE_CHECKING:
     from torch import nn
 
-# Stop the validation of a list at its first error. Otherwise the error messages could be 100 times as long as the list.
+# Stop the validation of a list at its first error. Otherwise, the error messages could be 100 times as long as the list.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1, fail_fast=True)]
-# Range of values by which logits may be divided, such as the temperature. With a smaller value, logits could become infinite.
+# Range of divisors of logits, such as the temperature. With a smaller divisor, logits could become infinite.
 LEAST_DIVISOR, MOST_DIVISOR = 1e-5, 1e5
 MOST_BIAS = 1e9
-# Maximum size of an image: MOST_BYTES encoded bytes and MOST_PIXELS pixels. Both limits are needed, because a small file can
+# Limits of an image: MOST_BYTES encoded bytes and MOST_PIXELS pixels. Both limits are needed, because a small file can
 # decode to an image that does not fit into memory.
 MOST_BYTES, MOST_PIXELS = 32 * 2**20, 64 * 10**6
-# If all clients of an engine call have disconnected, the call is interrupted. If it does not end, this is repeated at this
-# interval in seconds.
+# An engine call is interrupted if all of its clients have disconnected. The interruption is repeated at this interval in
+# seconds until the call ends.
 LET_GO_S = 0.05
 # Maximum rounding error of a sum of float32 probabilities.
 MASS_ROUNDING = 1e-5
 
 
 MOST_PICTURES = 1024
-# Maximum number of characters of a guide (JSON schema, regular expression or grammar). The engine's thread compiles the guide,
-# which takes 1 s for 20,000 characters and 11 s for 100,000 characters.
+# Maximum number of characters of a guide (JSON schema, regular expression or grammar). The engine's thread compiles guides.
+# Compiling takes 1 s for 20,000 characters and 11 s for 100,000 characters.
 MOST_GUIDE_CHARACTERS = 2**15
 
 
 class Strict(BaseModel):
-    """Base class of request bodies. Unknown fields are rejected, because a field that is silently ignored could change
-    the samples.
-    """
+    """Base class of request bodies. Unknown fields are rejected, because silently ignoring a field could change the samples."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, value: Any) -> Any:
-        """Reject unknown fields with one error message. pydantic would write one message per field."""
+        """Reject all unknown fields with one error message. pydantic would write one message per field."""
         if isinstance(value, dict) and (unknown := value.keys() - cls.model_fields.keys()):
             named = ", ".join(repr(name)[:100] for name in sorted(unknown)[:3])
             raise ValueError(f"{len(unknown)} unknown fields: {named}")
@@ -82,7 +80,7 @@ class Strict(BaseModel):
 
 
 def _biases(value: Any) -> Any:
-    """Check that ``logit_bias`` maps token ids to allowed biases. The error shows the first invalid entry."""
+    """Check that ``logit_bias`` maps token ids to allowed biases. The error message contains the first invalid entry."""
     for token, bias in value.items() if isinstance(value, dict) else ():
         if not (str(token).isdecimal() and isinstance(bias, int | float) and abs(bias) <= MOST_BIAS):
             raise ValueError(
@@ -92,15 +90,15 @@ def _biases(value: Any) -> Any:
 
 
 def _few(value: Any) -> Any:
-    """Reject a prompt with too many images."""
+    """Reject a request with too many images."""
     if isinstance(value, dict) and len(value) > MOST_PICTURES:
         raise ValueError(f"{len(value)} images, but the maximum is {MOST_PICTURES}")
     return value
 
 
 class PlacedPicture(Strict):
-    """Position in the prompt of an image from ``pictures``, with the size and the number of placeholder tokens that the
-    trainer computed for it.
+    """Position of an image in the prompt. ``digest`` is its key in ``pictures``. The trainer has computed its size and its
+    number of placeholder tokens.
     """
 
     digest: str
@@ -111,7 +109,7 @@ class PlacedPicture(Strict):
 
 
 class Completions(Strict):
-    """Body of ``/v1/completions``. If ``prompt_logprobs`` is set, prompts are scored, and no completion is generated."""
+    """Body of ``/v1/completions``. If ``prompt_logprobs`` is set, prompts are scored and no completions are generated."""
 
     model: str | None = None
     prompt: TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
@@ -143,17 +141,17 @@ class Completions(Strict):
     placed: Annotated[list[PlacedPicture], Field(fail_fast=True)] = []
 
     def requests(self, stops: Sequence[int], context: int | None, vocabulary: int, encoder: Any = None) -> list[Prompt]:
-        """Create one request per prompt, and check that each prompt fits into the model's context and vocabulary.
+        """Create one engine request per prompt. Check that each prompt fits into the model's context and vocabulary.
 
         Args:
-            stops: Token ids that end a completion, unless ``ignore_eos`` is set.
-            context: Maximum number of tokens of prompt and completion. None: no limit.
+            stops: Token ids that end a completion. They are not used if ``ignore_eos`` is set.
+            context: Maximum number of tokens of a prompt with its completion. None: no limit.
             vocabulary: Vocabulary size of the model.
             encoder: Image encoder. None: the model supports only text.
 
         Raises:
             ConfigError: ``structured_outputs`` is invalid.
-            BadRequest: A prompt is too long, an image is invalid, or the image placeholders differ from the trainer's.
+            BadRequest: A prompt is too long, an image is invalid, or server and trainer place images differently.
         """
         sampling = Sampling(
             max_new_tokens=self.max_tokens,
@@ -199,10 +197,10 @@ class Completions(Strict):
         return requests
 
     def _held(self, ids: Sequence[int], encoder: Any) -> list[Placed]:
-        """Decode the images of a prompt, and compare their placeholders on this server with the trainer's.
+        """Decode the images of a prompt. Check that this server and the trainer place them at the same tokens.
 
         Raises:
-            DataError: An image is invalid or too large, or the placeholders differ from the trainer's (PT-G016).
+            DataError: An image is invalid or too large, or server and trainer place images at different tokens (PT-G016).
         """
         pictures = []
         for number, sent in enumerate(self.placed):
@@ -219,7 +217,9 @@ class Completions(Strict):
 
 
 class Update(Strict):
-    """Body of ``/update_weights``: one bucket in shared memory, or ``complete`` after the last bucket."""
+    """Body of ``/update_weights``: the path and checksum of a bucket in shared memory, or ``complete`` after the last
+    bucket.
+    """
 
     path: str = ""
     checksum: str = ""
@@ -227,11 +227,11 @@ class Update(Strict):
 
 
 def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
-    """Convert the completions of a finished job to choices of ``/v1/completions``. The choices contain token ids, but
+    """Convert the completions of a finished job to choices of ``/v1/completions``. Choices contain token ids, but
     no text.
 
     Args:
-        job: A finished job.
+        job: Finished job.
         top: Number of most likely tokens to return at every position, in addition to the sampled token.
     """
     return [
@@ -247,10 +247,10 @@ def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
 
 
 def _logprobs(rollout: Rollout, top: int, sampling: Sampling) -> dict[str, Any]:
-    """Return log-probs under the sampled distribution (vLLM's ``processed_logprobs``). The keys of tokens are
+    """Return log-probs of the sampled distribution (vLLM's ``processed_logprobs``). Tokens have keys of the form
     ``token_id:ID``.
     """
-    # As in vLLM, log-probs of greedy completions are those at temperature 1 without truncation.
+    # Log-probs of greedy completions are computed at temperature 1 without truncation, as in vLLM.
     greedy = sampling.temperature == 0 and not reshapes(sampling)
     drawn = (not greedy and rollout.processed_logp) or rollout.logp
     best, never = rollout.top_logps or [[]] * len(drawn), sampling.left_out.never
@@ -263,15 +263,15 @@ def _logprobs(rollout: Rollout, top: int, sampling: Sampling) -> dict[str, Any]:
 
 
 def _left(at: Sequence[tuple[int, float]], gain: float, whole: bool) -> Iterator[tuple[int, float]]:
-    """Yield the most likely tokens that truncation does not remove, with their log-probs under the truncated
+    """Yield the most likely tokens that remain after truncation (such as top-p), with their log-probs in the truncated
     distribution.
 
     Args:
         at: Pairs of token id and log-prob before truncation, most likely token first.
-        gain: Number that truncation adds to each log-prob: minus the log of the total probability of the remaining
+        gain: Number that truncation adds to each log-prob. It is minus the log of the total probability of the remaining
             tokens.
-        whole: Whether truncation removes no token. If False, only the tokens that make up the remaining probability are
-            yielded.
+        whole: Whether all tokens remain after truncation. If False, tokens are yielded until their total probability is
+            that of the remaining tokens.
     """
     mass = 0.0
     for token, logp in at:
@@ -296,13 +296,13 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 class Host:
-    """HTTP endpoints with the same names as in vLLM's server.
+    """HTTP endpoints of a server, with the names of vLLM's endpoints.
 
     Args:
-        served: Engine that serves requests.
+        served: Engine that processes requests.
         config: Config of the server.
-        stops: Token ids that end a completion, unless ``ignore_eos`` is set.
-        context: Maximum number of tokens of prompt and completion. None: no limit.
+        stops: Token ids that end a completion. They are not used if ``ignore_eos`` is set.
+        context: Maximum number of tokens of a prompt with its completion. None: no limit.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class Host:
         self.completed = prometheus_client.Counter("posttrain_completions", "Completions", registry=self.registry)
         running = prometheus_client.Gauge("posttrain_running", "Completions being written", registry=self.registry)
         running.set_function(lambda: served.running)
-        # Thread that parses request bodies one by one, so that the event loop can handle other requests.
+        # Thread that parses request bodies one by one. The event loop can handle other requests in the meantime.
         self.reading = ThreadPoolExecutor(1, thread_name_prefix="reading")
 
     async def do(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -324,7 +324,7 @@ class Host:
     # Endpoints that report the server's state.
 
     async def health(self) -> Response:
-        """Return status 200, which means that the server is running."""
+        """Return status 200. It means that the server is running."""
         return Response()
 
     async def models(self) -> dict[str, Any]:
@@ -333,7 +333,7 @@ class Host:
         return {"object": "list", "data": [card]}
 
     async def weight_info(self) -> dict[str, Any]:
-        """Return the version name of the current weights."""
+        """Return the version names of the current weights and of the base model's weights."""
         return {"weight_version": self.served.version, "base_version": self.served.base_version}
 
     async def metrics(self) -> Response:
@@ -341,17 +341,16 @@ class Host:
         return Response(prometheus_client.generate_latest(self.registry), media_type="text/plain; version=0.0.4")
 
     async def collective_rpc(self, method: Annotated[Literal["posttrain_facts"], Body(embed=True)]) -> dict[str, Any]:
-        """Return the server's properties. ``posttrain_facts`` is the only supported method."""
+        """Return the server's properties. The only supported ``method`` is ``posttrain_facts``."""
         known = {"model": self.config.model, "revision": self.config.revision, "max_model_len": self.context}
         return {"results": [self.facts | known | {"logprobs_mode": "processed_logprobs"}]}
 
     # Endpoints that generate completions.
 
     async def completions(self, request: Request) -> Response:
-        """Complete prompts, or score them if ``prompt_logprobs`` is set. If the client disconnects, its jobs are
-        canceled.
+        """Complete prompts, or score them if ``prompt_logprobs`` is set. If the client disconnects, its jobs are canceled.
 
-        The request body is a `Completions` object.
+        The request body is a JSON object with the fields of `Completions`.
         """
         body, requests = await self.read(self._requests, await request.body())
         if self.served.state == "failed":
@@ -374,18 +373,18 @@ class Host:
             choices = [choice for job in jobs for choice in choices_of(job, body.logprobs or 0)]
             self.completed.inc(len(choices))
         listed = [choice | {"index": index} for index, choice in enumerate(choices)]
-        # Return a response object, because FastAPI's validation of a dict would take longer than sampling a short completion.
+        # Return a response object. FastAPI's validation of a dict would take longer than sampling a short completion.
         return JSONResponse({"object": "text_completion", "model": self.config.model, "choices": listed})
 
     async def read(self, function: Callable[[bytes], Any], raw: bytes) -> Any:
-        """Run a function on the bytes of a request body, in the thread that parses bodies."""
+        """Call ``function`` with the bytes of a request body in the thread that parses request bodies."""
         return await asyncio.wrap_future(self.reading.submit(function, raw))
 
     def _requests(self, raw: bytes) -> tuple[Completions, list[Prompt]]:
-        """Parse a request body and create its requests.
+        """Parse a request body, and create its engine requests.
 
         Raises:
-            BadRequest: The body is invalid; see also `Completions.requests`.
+            BadRequest: The body is invalid. See also `Completions.requests`.
         """
         try:
             body = Completions.model_validate_json(raw)
@@ -395,7 +394,7 @@ class Host:
         return body, body.requests(self.stops, self.context, self.facts["vocab_size"], encoder)
 
     async def pause(self, mode: Literal["wait"] = "wait") -> dict[str, Any]:
-        """Pause generation after the current call. New requests wait for `resume`."""
+        """Pause generation after the current engine call. New requests wait until `resume` is called."""
         self.served.paused = True
         await self.do(lambda: None)
         return {"status": "paused"}
@@ -409,13 +408,13 @@ class Host:
     # Endpoints that update the weights.
 
     async def reset_prefix_cache(self) -> dict[str, Any]:
-        """Return success without doing anything, because this server caches nothing between calls."""
+        """Return success without doing anything, because this server caches nothing between engine calls."""
         return {"success": True}
 
     async def start_weight_update(self, request: Request) -> dict[str, Any]:
-        """Begin a weight update. No completions are sampled until `finish_weight_update`."""
-        # Read the body before responding. With ``Connection: close``, an unread body would reset the connection, and the client
-        # would not receive the response.
+        """Begin a weight update. No completions are sampled until `finish_weight_update` is called."""
+        # Read the body before responding. With ``Connection: close``, an unread body would reset the connection before the
+        # client receives the response.
         await request.body()
         await self.do(self.served.begin_update)
         return {"message": "Weight update started"}
@@ -423,11 +422,11 @@ class Host:
     async def update_weights(
         self, update_info: Annotated[Update, Body(embed=True)], request: Request
     ) -> dict[str, Any]:
-        """Load one bucket, or end the sequence of buckets. After an error, the whole weight update has failed.
+        """Load one bucket, or record that all buckets have arrived. After an error, the whole weight update has failed.
 
         Raises:
             HTTPException: Status 409: no update was started, or the bucket is invalid. Status 403: the client runs on
-                another machine, so it shares no memory with this server.
+                another machine, so it cannot share memory with this server.
         """
         if self.served.state != "updating":
             raise HTTPException(409, "call start_weight_update before update_weights.")
@@ -446,7 +445,7 @@ class Host:
     async def finish_weight_update(
         self, weight_version: Annotated[str | None, Body(embed=True)] = None
     ) -> dict[str, Any]:
-        """End a weight update. Without a version, the update has failed, and the weights are incomplete."""
+        """End a weight update. Without ``weight_version``, the update has failed, and the weights are incomplete."""
         if self.served.state == "whole" or (weight_version is not None and self.served.state != "complete"):
             raise HTTPException(
                 409, "finish_weight_update was called without start_weight_update, or before all weights were received."
@@ -457,7 +456,7 @@ class Host:
     async def load_lora_adapter(
         self, lora_name: Annotated[str, Body()], lora_path: Annotated[str, Body()], request: Request
     ) -> dict[str, Any]:
-        """Add an adapter to the base model and use it for sampling. The name of the adapter is the new version of the
+        """Add an adapter to the base model, and use it for sampling. The adapter's name becomes the version of the
         weights.
 
         Raises:
@@ -472,17 +471,17 @@ class Host:
         return {"message": f"LoRA adapter '{lora_name}' added"}
 
     async def unload_lora_adapter(self, lora_name: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
-        """Return success without doing anything, because the next adapter replaces the current adapter."""
+        """Return success without doing anything, because the next adapter replaces the current one."""
         return {"message": f"LoRA adapter '{lora_name}' removed"}
 
     async def update_weight_version(self, new_version: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
-        """Set the name of the current weights' version."""
+        """Set the version name of the current weights."""
         self.served.version = self.served.base_version = new_version
         return {"success": True, "new_version": new_version}
 
 
 async def _unless_gone(request: Request, awaitable: Awaitable[Any]) -> Any:
-    """Wait for the result of ``awaitable``. If the client disconnects first, cancel it and return None."""
+    """Wait for the result of ``awaitable``. If the client disconnects first, cancel ``awaitable`` and return None."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -495,26 +494,26 @@ async def _unless_gone(request: Request, awaitable: Awaitable[Any]) -> Any:
         left.cancel()
     if not wanted.done():
         wanted.cancel()
-        # Wait until the canceled task has ended. Otherwise asyncio would log that its exception was never retrieved.
+        # Wait until the canceled task has ended. Otherwise, asyncio would log that its exception was never retrieved.
         await asyncio.gather(wanted, return_exceptions=True)
         return None
     return await wanted
 
 
 def _same_machine(request: Request) -> None:
-    """Reject a client on another machine, because weights are passed through shared memory."""
+    """Reject the request of a client on another machine, because weights are passed through shared memory."""
     if request.client is None or request.client.host not in LOOPBACK or "x-forwarded-for" in request.headers:
         raise HTTPException(403, "weights in shared memory are accepted only from this machine.")
 
 
 def create_app(host: Host) -> FastAPI:
-    """Create the FastAPI application with the endpoints of a host. The paths are those of vLLM's server."""
+    """Create the FastAPI application with the endpoints of a host. Their paths are the same as in vLLM's server."""
 
     class Read(Request):
-        """Request whose JSON is parsed in the host's thread that parses bodies."""
+        """Request whose JSON body is parsed in the host's thread for parsing."""
 
         async def json(self) -> Any:
-            """Parse the body.
+            """Parse the body as JSON.
 
             Raises:
                 HTTPException: Status 400, with the message of `read_json`. FastAPI would hide the message of another
@@ -529,7 +528,7 @@ def create_app(host: Host) -> FastAPI:
         """Route that passes `Read` objects to its endpoint."""
 
         def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
-            """Return the handler; see `APIRoute.get_route_handler`."""
+            """Return a handler that converts requests to `Read` objects. See `APIRoute.get_route_handler`."""
             handler = super().get_route_handler()
 
             async def answer(request: Request) -> Response:
@@ -566,7 +565,7 @@ def create_app(host: Host) -> FastAPI:
 
 
 def _answer(_: Request, error: Exception) -> JSONResponse:
-    """Convert an exception to an HTTP response with its message."""
+    """Convert an exception to an HTTP response that contains the exception's message."""
     if isinstance(error, AnyHTTPException):
         return _error(error.status_code, error.detail)
     if isinstance(error, RequestValidationError):
@@ -581,7 +580,7 @@ def make_host(config: ServeConfig) -> Host:
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.revision or "main"}
     tokenizer = load_tokenizer(config.model, **options)
     model: Any = create_model_from_path(config.model, dtype=config.dtype, **options).requires_grad_(False).eval()
-    # Copy the weights now, because from_pretrained memory-maps the checkpoint. Without a copy, the first write to each memory
+    # Copy the weights now, because from_pretrained memory-maps the checkpoint. Otherwise, the first write to each memory
     # page during a weight update would be slow.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
@@ -594,13 +593,13 @@ def make_host(config: ServeConfig) -> Host:
         engine.max_slots = config.max_num_seqs
     limits = (config.max_model_len, context_length(model.config.get_text_config()))
     context = min((limit for limit in limits if limit is not None), default=None)
-    # Use the stop tokens in the checkpoint's generation config, but not the sampling settings in it.
+    # Use the stop tokens in the checkpoint's generation config, but not its sampling settings.
     stops = terminal_token_ids(tokenizer, model.generation_config)
     return Host(ServedEngine(engine), config, stops=stops, context=context)
 
 
 def _let_hold_pictures(model: nn.Module, path: str, options: dict[str, Any]) -> None:
-    """Enable images in prompts if the model has a vision tower and its processor is supported. Otherwise log why not."""
+    """Enable images in prompts if the model has a vision tower. If its processor is not supported, log the reason instead."""
     if not has_tower(model):
         return
     from posttrain.extensions.images.encoder import install_pictures

@@ -1,4 +1,4 @@
-"""`run_server`: the implementation of `posttrain serve`."""
+"""`run_server`: implementation of `posttrain serve`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAIN_S = 120
 
 
 def run_server(config: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT, then return 0. Running requests are finished first, unless a second SIGINT arrives.
+    """Run the server until SIGTERM or SIGINT. Running requests are finished, unless a second SIGINT arrives. Return 0.
 
     Raises:
         MissingDependencyError: fastapi, uvicorn, pydantic or prometheus_client is not installed.
@@ -38,7 +38,7 @@ def run_server(config: ServeConfig) -> int:
 
     raise_file_limit()
     host = make_host(config)
-    # After all requests have ended, uvicorn raises the caught signal again. Ignore it, so that the cleanup below runs.
+    # uvicorn raises the caught signal again after all requests have ended. Ignore this signal, so that the cleanup below runs.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     listener, token = _listen(config), None
@@ -54,7 +54,7 @@ def run_server(config: ServeConfig) -> int:
     finally:
         if token is not None:
             token.unlink(missing_ok=True)
-    # Stop generation, because the process can end only after the engine's thread. Unfinished requests are dropped.
+    # Stop generation and drop unfinished requests, because the process cannot end before the engine's thread.
     host.served.paused = True
     host.served.engine.interrupt()
     return 0
@@ -64,7 +64,7 @@ def _listen(config: ServeConfig) -> socket.socket:
     """Create a socket that listens on the configured address and port.
 
     Raises:
-        ConfigError: The port is in use, or the address does not belong to this machine.
+        ConfigError: The port is in use, or this machine does not have the address.
     """
     try:
         return listen(config.host, config.port)

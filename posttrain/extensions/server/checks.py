@@ -20,20 +20,19 @@ if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
 
 
-# Two log-probs of a token count as equal if they differ by less than SAME_MODE nats.
+# Two log-probs of a token are treated as equal if they differ by less than SAME_MODE nats.
 SAME_MODE = 1e-3
 PROBE_TOP = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Requirements that a run has on its rollout server. A value of None or 0 means that the run has no such
-    requirement.
+    """Requirements of a run for its rollout server. A value of None or 0 means that there is no requirement.
 
     Attributes:
         shape: Architecture, hidden size, layers and key-value heads of the policy, under the names that servers use.
         completion: Maximum number of tokens per completion.
-        at_once: Number of completions per generation.
+        at_once: Number of completions per rollout batch.
         truncated: Whether sampling truncates the distribution or applies a repetition penalty.
         devices: UUIDs of the trainer's accelerators.
     """
@@ -163,8 +162,8 @@ def _restart(info: Mapping[str, Any], needs: Needs) -> str:
 
 
 def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
-    """Check that a server returns log-probs of the sampled distribution. The check sends two small requests with
-    different temperatures.
+    """Check that a server returns log-probs of the sampled distribution, by sending two small requests with different
+    temperatures.
     """
     from posttrain.extensions.server.replies import ranked, sampling_body
 

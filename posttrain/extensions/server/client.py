@@ -1,5 +1,5 @@
-"""`VLLMClient`: client of one server with vLLM's endpoints. Every call has a timeout, and calls without side effects
-are retried.
+"""`VLLMClient`: client of one server with vLLM's endpoints. Every call has a timeout. Calls without side effects are
+retried.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Timeout in seconds for connecting, and for requests without computation on the server (health, versions).
+# Timeout in seconds for connecting, and for requests that need no computation on the server, such as health and versions.
 QUICK_SECONDS = 5.0
 GENERATE_TIMEOUT, PAUSE_TIMEOUT, UPDATE_TIMEOUT = 600.0, 300.0, 720.0
 # The timeout of a generation request is 30 s plus this number of seconds per requested token.
 SECONDS_PER_TOKEN = 0.02
-# Maximum number of requests that one call sends at the same time. Servers batch them.
+# Maximum number of requests that one call sends concurrently. Servers batch concurrent requests.
 AT_ONCE = 256
-# BACK_OFF: seconds to wait before the second attempt. The wait is doubled for each further attempt, up to LONGEST_WAIT seconds.
+# Wait in seconds before a retry: BACK_OFF before the first retry, twice as long for each further retry, up to LONGEST_WAIT.
 BACK_OFF, LONGEST_WAIT = 0.5, 8.0
 # HTTP status codes after which a request is retried.
 UNMADE = (429, 502, 503, 504)
@@ -80,7 +80,7 @@ ROLES = {"rollout": "vllm_server_base_url", "teacher": "teacher_model_server_url
 # Values of sampling settings that do not change the distribution. Every request contains all settings, so that the defaults in
 # the model's generation config are never used.
 NEUTRAL = {"temperature": 1.0, "max_tokens": 16, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-# Names of further fields that a request may contain.
+# Names of request fields without a neutral value.
 FURTHER = {"ignore_eos", "stop_token_ids", "min_tokens", "stop", "logit_bias", "structured_outputs", "seed"}
 FURTHER |= {"frequency_penalty", "presence_penalty"}
 
@@ -94,12 +94,12 @@ class VLLMClient:
         server_port: Port of the server.
         group_port: Port of the weight-update group on GPUs. 0 selects a free port.
         connection_timeout: Maximum number of seconds to wait until the server is healthy. 0: try only once.
-        request_timeout: Timeout of a generation in seconds. None: 30 plus 0.02 per requested token, but at least 600.
-        sync_timeout: Timeout of each call of a weight update, in seconds.
+        request_timeout: Timeout of a generation request in seconds. None: 30 plus 0.02 per requested token, but at least 600.
+        sync_timeout: Timeout of each HTTP call of a weight update, in seconds.
         api_key: Bearer token. None (default) uses ``$POSTTRAIN_API_KEY``, or the token that a server of the same user on
             this machine has written to a file.
-        reader: Image processor for prompts, the same as in the trainer. None: prompts contain only text.
-        role: ``rollout`` or ``teacher``. Error messages use it to name the kind of server and its config option.
+        reader: The trainer's image processor for prompts. None: prompts contain only text.
+        role: ``rollout`` or ``teacher``. Error messages contain the role and the config option of its address.
 
     Raises:
         ServerUnreachable: The server is not healthy within ``connection_timeout``.
@@ -133,32 +133,32 @@ class VLLMClient:
             raise ConfigError(
                 f"base_url={base_url!r} is not a server address. Use an address like 'http://10.0.0.5:8000'."
             )
-        # Replace 0.0.0.0 and [::], because they are addresses to listen on, not to connect to.
+        # Replace 0.0.0.0 and [::]. A server can listen on these addresses, but a client cannot connect to them.
         self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1).replace("//[::]", "//[::1]", 1)
         self.host = str(urlsplit(self.base_url).hostname)
         # Remove user name and password from the address, so that errors and logs do not contain them.
         user, _, password = urlsplit(self.base_url).netloc.rpartition("@")[0].partition(":")
         self.base_url = re.sub(r"(?<=://)[^/]*@", "", self.base_url)
         self.group_port, self.request_timeout, self.sync_timeout = group_port, request_timeout, sync_timeout
-        # `posttrain.extensions.server.weight_sync.NcclSender` for GPUs. None until it is created.
+        # The `NcclSender` for weight updates between GPUs. None until it is created.
         self.communicator: Any = None
         self.facts: dict[str, Any] = {}
-        # Name of the LoRA adapter to sample from, on vLLM. It contains the version of the weights. Empty: no adapter.
+        # Name of the LoRA adapter to sample from, on vLLM. The name contains the weight version. Empty: no adapter.
         self.adapter = ""
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self.session = httpx2.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             auth=self._auth(unquote(user), unquote(password), api_key),
             limits=CONNECTIONS,
-            # For a server on this machine, ignore proxies from the environment, because they could not reach it.
+            # Ignore proxies from the environment for a server on this machine, because a proxy could not reach it.
             trust_env=not self.is_local,
         )
         self.check_server(connection_timeout)
         self.info()
 
     def _auth(self, user: str, password: str, api_key: str | None) -> httpx2.Auth | None:
-        """Return the credentials for requests: user and password from the address, or else the token file of a server
-        on this machine. Return None if ``api_key`` is set, or if the server runs on another machine.
+        """Return the credentials for requests: user and password from the address, or else the token from the file of a
+        server on this machine. Return None if neither applies, or if ``api_key`` is set.
         """
         if user:
             return httpx2.BasicAuth(user, password)
@@ -184,13 +184,13 @@ class VLLMClient:
 
         Args:
             method: ``GET`` or ``POST``.
-            path: Path on the server.
-            body: JSON body. A ``POST`` without a body sends an empty object.
-            timeout: Maximum number of seconds until the response.
-            retries: Maximum number of retries.
+            path: Path of the endpoint.
+            body: JSON body. For a ``POST`` request, None sends an empty object.
+            timeout: Maximum number of seconds until the response arrives.
+            retries: Maximum number of further attempts after the first attempt.
 
         Raises:
-            ServerUnreachable: There is no connection, no response in time, or only an incomplete response.
+            ServerUnreachable: There is no connection, no response in time, or an incomplete response.
             BadRequest: The status is 400, 413 or 422.
             ServerBusy: The status is still 429, 502, 503 or 504 after all retries.
             WeightSyncError: The status is 409, or a weight update failed.
@@ -206,14 +206,14 @@ class VLLMClient:
 
     def _once(self, method: str, path: str, body: Any, timeout: float) -> dict[str, Any]:
         url, limit = self.base_url + path, httpx2.Timeout(timeout, connect=QUICK_SECONDS)
-        # Use a new connection for each request of a weight update. These requests are not retried, and vLLM closes a connection
-        # after an error.
+        # Use a new connection for each request of a weight update. These requests are not retried, and vLLM closes
+        # connections after an error.
         headers = {"Connection": "close"} if path in PHASES else None
         body = {} if body is None and method == "POST" else body
         try:
             response = self.session.request(method, url, timeout=limit, headers=headers, json=body)
-            # Parse only responses with content. Some endpoints respond with an empty body or null, and adapter endpoints
-            # respond with text.
+            # Parse only responses with content. Some endpoints return an empty body or null, and adapter endpoints
+            # return text.
             has_body = response.status_code == 200 and response.content and path not in ADAPTER_PATHS
             answer = (response.json() if has_body else None) or {}
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
@@ -221,7 +221,7 @@ class VLLMClient:
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
         except (httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
             # A ValueError means that the JSON is incomplete. A RuntimeError means that this process closed the connections,
-            # because the server was removed from the list.
+            # because the server was removed from the list of servers.
             raise ServerUnreachable(
                 f"{url} could not be reached, or its response was incomplete: {error}. {network_advice(error, url)}",
                 url=self.base_url,
@@ -233,7 +233,7 @@ class VLLMClient:
         return answer
 
     def _failure(self, path: str, response: httpx2.Response) -> RolloutServerError:
-        """Return the error for a status other than 200."""
+        """Convert a response with a status other than 200 to an exception."""
         status, url, reason = response.status_code, self.base_url, response.text[:500]
         with contextlib.suppress(ValueError, KeyError, TypeError):
             reason = response.json()["error"]["message"]
@@ -247,7 +247,7 @@ class VLLMClient:
         """Wait until the server is healthy.
 
         Raises:
-            ServerUnreachable: The server is not healthy within ``total_timeout`` seconds. The error contains the last
+            ServerUnreachable: The server is not healthy within ``total_timeout`` seconds. The message contains the last
                 response.
         """
         waiting = tenacity.Retrying(
@@ -273,15 +273,15 @@ class VLLMClient:
             logger.warning("Waiting for the server at %s: %s", self.base_url, state.outcome.exception())
 
     def health(self, retries: int = 1) -> None:
-        """Raise an error if the server is not healthy. By default, the request is retried once, because vLLM closes a
-        connection after an error.
+        """Raise an error if the server is not healthy. By default, retry once, because vLLM closes a connection after an
+        error.
         """
         self.call("GET", "/health", timeout=QUICK_SECONDS, retries=retries)
 
     # Properties of the server.
 
     def info(self) -> dict[str, Any]:
-        """Return the server's model, limits and ``weight_version``. If the server cannot receive weights,
+        """Return the server's model, limits and ``weight_version``. If the server does not support weight updates,
         ``takes_no_weights`` contains the reason.
         """
         if not self.facts:
@@ -301,8 +301,8 @@ class VLLMClient:
         return known
 
     def _facts(self) -> dict[str, Any]:
-        """Return the server's properties from posttrain's worker extension. Without the extension, return the
-        properties that vLLM reports in developer mode.
+        """Return the server's properties. posttrain's worker extension reports all properties. Without this extension,
+        return the properties that vLLM reports in developer mode.
         """
         try:
             body = {"method": "posttrain_facts", "kwargs": {}}
@@ -327,13 +327,13 @@ class VLLMClient:
         return known
 
     def _generates_from_pictures(self) -> bool:
-        """Return whether a vLLM server has the endpoint `GENERATE`, which accepts images. vLLM 0.32 needs
-        ``--enable-scale-out`` for it.
+        """Return whether a vLLM server has the endpoint `GENERATE`, which accepts images. vLLM 0.32 has it only with the
+        option ``--enable-scale-out``.
         """
         try:
             self.call("POST", GENERATE, {}, timeout=QUICK_SECONDS)
         except BadRequest:
-            return True  # The server rejected the request because of its empty token ids, so the endpoint exists.
+            return True  # The endpoint exists, because the server rejected only the missing token ids.
         except ServerUnreachable:
             raise
         except RolloutServerError:
@@ -341,24 +341,24 @@ class VLLMClient:
         return False
 
     def pictures_fields(self, request: Request) -> dict[str, Any]:
-        """Return the request fields for the images of a prompt. `complete` accepts them in ``own``."""
+        """Return the request fields that contain a prompt's images. Pass them to `complete` as ``own``."""
         if self.reader is not None and self.facts["engine"] == "vllm":
             return content_parts(request, self.reader)
         return pictures_body(request)
 
     def weight_version(self) -> str:
-        """Return the version name of the server's current weights, which is set by the last push. Return "" if the
+        """Return the name of the server's weight version. The last push has set this name. Return "" if the
         server does not report it.
         """
         if self.adapter:
             cards = self.call("GET", "/v1/models", timeout=QUICK_SECONDS, retries=2).get("data") or []
-            # After a restart, the server does not have the adapter any more and samples from the base model, so forget the
-            # adapter's name.
+            # Clear the adapter's name if the server no longer has the adapter. After a restart, the server samples from the
+            # base model.
             self.adapter = self.adapter if self.adapter in [card.get("id") for card in cards] else ""
         return self.adapter or self._weight_info()[0]
 
     def base_version(self) -> str:
-        """Return the version name of the server's base weights (without an adapter), or "" if the server does not
+        """Return the version name of the server's base weights, without an adapter. Return "" if the server does not
         report it.
         """
         return self._weight_info()[1]
@@ -385,25 +385,25 @@ class VLLMClient:
         own: Sequence[dict[str, Any]] | None = None,
         **body: Any,
     ) -> list[dict[str, Any]]:
-        """Request ``n`` completions of each prompt from ``/v1/completions``. Return them in order.
+        """Request ``n`` completions of each prompt from ``/v1/completions``. Return them in the order of the prompts.
 
-        Each prompt is a separate request. A retry computes a request again. If the request has a seed, the result is
-        the same.
+        Each prompt is a separate request. If a request is retried, its completions are sampled again. With a seed, the
+        result of a retry is the same.
 
         Args:
-            prompts: Token ids, or texts (which `posttrain serve` does not support).
+            prompts: Token ids or texts. `posttrain serve` supports only token ids.
             n: Number of completions per prompt.
             seeds: One seed per prompt. If None, the server selects the seeds.
-            retries: Maximum number of retries if there is no response, or if the status is 502, 503 or 504.
-            own: Additional fields for each prompt.
-            body: Additional fields for all prompts.
+            retries: Maximum number of retries of a request. See `call`.
+            own: Additional request fields of each prompt.
+            body: Additional request fields of all prompts.
 
         Returns:
-            Choices of the response, with ``weight_version`` added.
+            Choices of the responses. Each choice has the additional key ``weight_version``.
 
         Raises:
-            WeightSyncError: The weights are incomplete, or they changed during sampling and the server does not report
-                the version of each choice.
+            WeightSyncError: The server's weights are incomplete. The error is also raised if the weights changed during
+                sampling and the server does not report the version of each choice.
         """
         # vLLM does not allow n > 1 with greedy decoding, so sample one completion and repeat it.
         drawn = 1 if body.get("temperature") == 0 else n
@@ -434,7 +434,7 @@ class VLLMClient:
             choices = [choice for choices_of_reply in answers for choice in choices_of_reply]
         if tells:
             return choices
-        # The request selects this adapter by its name, which contains the version of the weights.
+        # The name of the adapter that the request selects contains the weight version.
         if adapter:
             return [choice | {"weight_version": adapter} for choice in choices]
         after = self._whole_version()
@@ -457,7 +457,7 @@ class VLLMClient:
         return version
 
     def time_for(self, tokens: int) -> float:
-        """Return the timeout in seconds of a generation with this number of tokens."""
+        """Return the timeout in seconds of a generation request with up to ``tokens`` tokens."""
         return self.request_timeout or max(GENERATE_TIMEOUT, 30 + SECONDS_PER_TOKEN * tokens)
 
     def generate(
@@ -470,12 +470,12 @@ class VLLMClient:
         generation_kwargs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> dict[str, Any]:
-        """Sample ``n`` completions per prompt, with the same arguments and the same result as TRL's client.
+        """Sample ``n`` completions per prompt. Arguments and result are compatible with TRL's client.
 
         Args:
             prompts: Texts or token ids.
             n: Number of completions per prompt.
-            logprobs: Number k of most likely tokens whose log-probs are returned at each position, in addition to the
+            logprobs: Number of most likely tokens whose log-probs are returned at each position, in addition to the
                 sampled token. 0: only the sampled token. None: no log-probs.
             structured_outputs_regex: Regular expression that completions must match.
             generation_kwargs: Additional fields of a request, such as ``seed``, ``stop`` and ``min_tokens``.
@@ -483,11 +483,11 @@ class VLLMClient:
                 defaults do not change the distribution. The default of ``max_tokens`` is 16.
 
         Returns:
-            ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``logprob_token_ids`` by rank, ``finish_reasons``,
-            ``weight_versions``.
+            A dict with the keys ``prompt_ids``, ``completion_ids``, ``logprobs``, ``logprob_token_ids``, ``finish_reasons`` and
+            ``weight_versions``. The tokens of ``logprobs`` and ``logprob_token_ids`` are sorted by log-prob at each position.
 
         Raises:
-            BadRequest: The server has no field with one of these names.
+            BadRequest: A field in ``generation_kwargs`` or ``sampling`` is unknown.
         """
         body = NEUTRAL | sampling | dict(generation_kwargs or {})
         # Check the names, because vLLM would silently ignore unknown fields.
@@ -509,7 +509,7 @@ class VLLMClient:
         }
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, top: int = 0) -> list[Scores]:
-        """Compute log-probs of given sequences under the server's weights at temperature 1. Teachers and comparisons of
+        """Compute the log-probs of given sequences with the server's weights at temperature 1. Teachers and comparisons of
         weights use these log-probs.
 
         Each sequence is a separate request. Up to 16 requests are sent concurrently, and the server batches them.
@@ -517,13 +517,14 @@ class VLLMClient:
         Args:
             sequences: Token ids, including prompts.
             prompt_lengths: Number of tokens at the start of each sequence that are not scored.
-            top: Number k of most likely tokens to return at every position. 0 returns only the sequence's own tokens.
+            top: Number of most likely tokens to return at every position. 0: return only the log-probs of the sequence's
+                tokens.
 
         Returns:
             One `Scores` per sequence, with ``len(sequence) - prompt_length`` positions.
 
         Raises:
-            ConfigError: The lists have different lengths.
+            ConfigError: ``sequences`` and ``prompt_lengths`` have different lengths.
 
         >>> scores = client.score([[1, 2, 3, 4]], [2], top=20)[0]  # doctest: +SKIP
         >>> scores.logps, scores.top_ids, scores.top_logps  # (2,), (2, 20), (2, 20)  # doctest: +SKIP
@@ -555,7 +556,7 @@ class VLLMClient:
         """Clear the server's prefix cache.
 
         Raises:
-            WeightSyncError: The server did not clear it.
+            WeightSyncError: The server did not clear its prefix cache.
         """
         if self.call("POST", "/reset_prefix_cache").get("success") is False:
             raise WeightSyncError(f"{self.base_url} did not clear its prefix cache.", phase="end", url=self.base_url)
@@ -571,7 +572,7 @@ class VLLMClient:
     # Methods that update the server's weights.
 
     def begin_update(self) -> None:
-        """Pause generation and begin a weight update. Until `end_update`, the weights count as incomplete.
+        """Pause generation and begin a weight update. Until `end_update`, the server reports its weights as incomplete.
 
         Raises:
             WeightSyncError: The server cannot receive weights.
@@ -587,11 +588,11 @@ class VLLMClient:
                 phase="begin",
                 url=self.base_url,
             )
-        # Check the server's health first, because the later calls have longer timeouts and would wait longer for a server that
-        # hangs.
+        # Check the server's health first, because the timeouts of the later calls are longer. They would wait too long for
+        # a server that hangs.
         self.health()
-        # Stop sampling from the adapter, because this update replaces all weights, or it replaces the base model and a new
-        # adapter follows.
+        # Stop sampling from the adapter. This update replaces all weights, or it replaces the base model before a new
+        # adapter is loaded.
         self.adapter = ""
         if self.facts.get("transfer") == "nccl" and self.communicator is None:
             self.init_communicator()
@@ -603,7 +604,7 @@ class VLLMClient:
         except WeightSyncError as error:
             if "already active" not in str(error):
                 raise
-            # Another trainer may have ended during its update. End that update first.
+            # Another trainer may have ended during an update of this server. End that update first.
             self.call("POST", "/finish_weight_update", {}, timeout=self.sync_timeout)
             start()
 
@@ -611,7 +612,7 @@ class VLLMClient:
         """Load a LoRA adapter from a folder on this machine, and use it for sampling.
 
         Raises:
-            WeightSyncError: The server does not support adapters, or it does not support the adapter's rank or names.
+            WeightSyncError: The server supports no adapters, or it does not support the adapter's rank or parameter names.
         """
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
@@ -626,20 +627,20 @@ class VLLMClient:
         self.adapter = "" if self.facts.get("tells_versions") else name
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter that is no longer used. Requests that are running with this adapter can finish."""
+        """Unload an adapter that is no longer used. Running requests with this adapter can finish."""
         with contextlib.suppress(RolloutServerError):
             self.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=QUICK_SECONDS)
 
     def send_part(self, **update_info: Any) -> None:
-        """Send one message of a weight update to ``/update_weights``: a bucket in shared memory, the metadata of a
-        broadcast, or the end of the buckets.
+        """Send one message of a weight update to ``/update_weights``. The message describes a bucket in shared memory or
+        the tensors of a broadcast, or it marks the end of the buckets.
 
         The request is not retried, because the server may already have received it.
         """
         self.call("POST", "/update_weights", {"update_info": update_info}, timeout=self.sync_timeout)
 
     def end_update(self, version: str) -> None:
-        """End an update. The server checks that all weights have arrived, clears its cache, and resumes generation.
+        """End a weight update. The server checks that all weights have arrived, clears its caches, and resumes generation.
 
         Args:
             version: Name of the weights after the update.
@@ -652,7 +653,7 @@ class VLLMClient:
                 self.send_part(complete=True)
             self.call("POST", "/finish_weight_update", {"weight_version": version}, timeout=self.sync_timeout)
             self.reset_prefix_cache()
-            # Clear the server's cache of image features, because they were computed with the old weights.
+            # Clear the server's cache of image features, because these features were computed with the old weights.
             if "placeholder" in self.facts and self.facts["engine"] == "vllm":
                 self.call("POST", "/reset_encoder_cache")
         except WeightSyncError as error:
@@ -668,7 +669,7 @@ class VLLMClient:
         self.resume()
 
     def abort_update(self) -> None:
-        """Cancel a weight update. The server's weights remain incomplete, so it samples again only after the next
+        """Cancel a weight update. The server's weights remain incomplete. It samples again after the next
         complete update.
         """
         for path, body in (
@@ -682,7 +683,7 @@ class VLLMClient:
                 logger.info("%s did not accept the end of a failed update: %s", self.base_url, error)
 
     def init_communicator(self, device: torch.device | str = 0) -> None:
-        """Join the server's NCCL group for weight updates, as TRL's client does. This method needs vLLM and a separate
+        """Join the server's NCCL group for weight updates, as TRL's client does. Requires vLLM and a separate
         GPU.
         """
         from posttrain.extensions.server.weight_sync import NcclSender
@@ -690,8 +691,8 @@ class VLLMClient:
         self.communicator = NcclSender(self, device)
 
     def update_model_params(self, model: nn.Module, version: str | None = None) -> None:
-        """Replace all weights with the weights of a model. ``version`` is the new name of the weights, which later
-        responses contain.
+        """Replace all weights of the server with the weights of a model. ``version`` is the new name of the weights. Later
+        responses contain this name.
         """
         from posttrain.extensions.server.weight_sync import Pusher
         from posttrain.rollouts.shared_weights import Weights
@@ -718,7 +719,7 @@ class VLLMClient:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Return whether a retry may succeed. The result is False after a timeout, because the retry would probably take as
+    """Return whether a retry may succeed. Return False after a timeout, because the retry would probably take as
     long as the first attempt.
     """
     return isinstance(error, ServerUnreachable | ServerBusy) and not error.timed_out

@@ -1,4 +1,6 @@
-"""`ServerEngine`: rollouts from one or several servers over HTTP. Prompts and versions of the weights are verified."""
+"""`ServerEngine`: rollouts from one or several servers over HTTP. It verifies the prompt and weight version of each
+response.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,13 @@ LOOK_SECONDS = 2.0
 UNKNOWN = ("no_repeat_ngram",)
 Found = TypeVar("Found")
 Answers = dict[VLLMClient, WeightSyncError | None]
-# Some requests of one call, each with its index in the call. All requests of a chunk have the same number of completions. Their
-# sampling settings differ only in seeds.
+# A part of the requests of one call. Each request has its index in the call. All requests of a chunk have the same number
+# of completions, and their sampling settings differ only in seeds.
 Chunk = list[tuple[int, Request]]
 
 
 def server_options(args: PostTrainingConfig) -> dict[str, Any]:
-    """Return the arguments of `ServerEngine` that correspond to the server options of a config."""
+    """Return keyword arguments for `ServerEngine` from the server options of a config."""
     return {
         "request_timeout": args.vllm_request_timeout,
         "sync_timeout": args.vllm_sync_timeout,
@@ -66,7 +68,7 @@ def server_options(args: PostTrainingConfig) -> dict[str, Any]:
 
 
 class NonMainRankEngine(RolloutEngine):
-    """Engine of ranks other than 0, which raises an error on use. Rank 0 sends the requests of all ranks."""
+    """Engine of all ranks except rank 0. Using it raises an error, because rank 0 sends the requests of all ranks."""
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:
         self.name, self.capabilities = name, capabilities
@@ -86,31 +88,30 @@ class NonMainRankEngine(RolloutEngine):
 class ServerEngine(RolloutEngine):
     """Rollout engine for servers that have a copy of the policy's weights.
 
-    Requests are distributed by the number of tokens that each server still has to generate. If a server fails, its
-    requests are sent to other servers with the same seeds. Servers can join and leave during a run. A new server is used
-    after it has received the current weights.
+    Each request is sent to the server with the fewest tokens left to generate. If a server fails, its requests are sent to
+    other servers with the same seeds. Servers can join and leave during a run. A new server is used after it has received
+    the current weights.
 
-    On servers, a version of the weights has the name ``RUN-NUMBER``, where ``RUN`` is unique for every engine object.
-    Every response must contain the version of the weights that sampled it. A response from another version or from
-    another trainer's weights is rejected.
+    The name of a weight version on servers is ``RUN-NUMBER``, where ``RUN`` is unique for every engine object. Every
+    response must contain the version of the weights that sampled it. A response that was sampled with another version or
+    with another trainer's weights is rejected.
 
     Args:
-        urls: Addresses of the servers; see `ServerPool`.
+        urls: Addresses of the servers. See `ServerPool` for the accepted forms.
         connection_timeout: Maximum number of seconds until the first server is healthy. None: do not wait, because
             servers may join later.
-        request_timeout: Timeout of a request in seconds; see `VLLMClient`.
-        sync_timeout: Timeout of each call of a weight update, in seconds.
+        request_timeout: Timeout of a request in seconds. See `VLLMClient` for the default.
+        sync_timeout: Timeout of each HTTP call of a weight update, in seconds.
         bucket_mb: Size of a bucket of weights in MiB.
-        group_port: Port of the weight-update group on GPUs; see `VLLMClient`.
-        pushes: Whether this process pushes weights. If True, other trainers on this machine cannot use the same
-            servers.
+        group_port: Port of the NCCL group for weight updates between GPUs. 0 selects a free port.
+        pushes: Whether this process pushes weights. If True, the servers are locked for other trainers on this machine.
         api_key: Bearer token of the servers.
-        patience: Maximum number of seconds to wait if no server is available.
+        patience: Maximum number of seconds for which a call waits if no server is available.
         reader: Image processor for prompts. None: prompts contain only text.
 
     Raises:
-        ServerUnreachable: No server is healthy in time.
-        ServerBusy: Another trainer of this machine uses a server.
+        ServerUnreachable: No server is healthy within ``connection_timeout``.
+        ServerBusy: Another trainer on this machine uses a server.
 
     >>> engine = ServerEngine("http://127.0.0.1:8000")  # doctest: +SKIP
     >>> engine.load_weights(Weights(model), version=1)  # doctest: +SKIP
@@ -138,8 +139,8 @@ class ServerEngine(RolloutEngine):
 
         self.patience, self.run = patience, secrets.token_hex(4)
         self.pushed = False
-        # Whether the weights that each server loaded at its start are those of the trainer's base model. False after a
-        # comparison of log-probs has failed.
+        # Whether to assume that the weights that servers loaded at their start equal the trainer's base model. False after
+        # a comparison of log-probs has failed.
         self.trusts_bases = True
         self._adapters: list[str] = []
         self.pusher = Pusher(bucket_mb * 2**20)
@@ -149,7 +150,7 @@ class ServerEngine(RolloutEngine):
 
     @classmethod
     def for_training(cls, model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> RolloutEngine:
-        """Create the engine from a config. Ranks other than 0 get a `NonMainRankEngine`."""
+        """Create the engine from a config. All ranks except rank 0 get a `NonMainRankEngine`."""
         urls = args.vllm_server_base_url or f"http://{host_and_port(args.vllm_server_host, args.vllm_server_port)}"
         encoder = picture_encoder(model)
 
@@ -167,27 +168,27 @@ class ServerEngine(RolloutEngine):
     # Properties of the engine.
 
     def findings(self, model: nn.Module, args: PostTrainingConfig) -> list[Finding]:
-        """Compare the properties of the servers with the requirements of the run."""
+        """Return a finding for each server property that does not meet the requirements of the run."""
         needs, servers = needs_of(model, args), self.fleet.live
         found = [finding for server in servers for finding in check_info(server.url, server.info, needs)]
         return found + [finding for server in servers for finding in probe_logprobs(server.client, needs)]
 
     def version_name(self, version: int) -> str:
-        """Return the name that servers use for a version of this run."""
+        """Return the name of weight version ``version`` on the servers."""
         return f"{self.run}-{version}"
 
     def _least(self, name: str) -> int | None:
         return min((int(s.info[name]) for s in self.fleet.all if s.info.get(name)), default=None)
 
     def _placeholder(self) -> int | None:
-        """Return the token id that image features replace in the prompt. Return None if the servers have different ids."""
+        """Return the placeholder id that image features replace in a prompt. Return None if servers report different ids."""
         known = {server.info.get("placeholder") for server in self.fleet.live or self.fleet.all}
         return known.pop() if len(known) == 1 else None
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities that all available servers have. The context is the smallest of all servers. The dtype is None
-        if dtypes differ.
+        """Capabilities that all available servers have. ``context`` is the smallest context of all servers. ``dtype`` is
+        None if the servers' dtypes differ.
         """
         # If no server is available now, use all known servers, because they are expected to become available again.
         infos = [server.info for server in self.fleet.live or self.fleet.all]
@@ -214,11 +215,11 @@ class ServerEngine(RolloutEngine):
         return min((int(rank) for rank in ranks if rank), default=None) if all(ranks) else None
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Compute the log-probs of sequences after their prompts, on every server that has weights. The result maps
-        each server to a list with one entry per sequence.
+        """Compute the log-probs of sequences after their prompts on every available server. The result maps the address of
+        each server to a list with the log-probs of each sequence.
 
         Raises:
-            ServerUnreachable: No server is available. If the reason is a busy server, the error is `ServerBusy`.
+            ServerUnreachable: No server is available. If a server is busy, the error is `ServerBusy`.
         """
         logps: dict[str, list[list[float]]] = {}
         for server in self.fleet.live:
@@ -231,25 +232,25 @@ class ServerEngine(RolloutEngine):
         return logps
 
     def mark_stale(self) -> None:
-        """Mark the weights of all servers as outdated, so that the next push replaces them; see `RolloutEngine.mark_stale`."""
+        """Mark the weights of all servers as outdated, so that the next push replaces them."""
         self.trusts_bases = False
         for server in self.fleet.all:
             server.holds = ""
 
     def needs_weights(self) -> bool:
-        """Return whether an available server does not have the last pushed version."""
+        """Return whether an available server lacks the weight version that was pushed last."""
         self.fleet.refresh()
         return not self.pushed or any(s.holds != self.version_name(self.version) for s in self.fleet.live)
 
     # Methods that generate and score.
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Sample completions; see `RolloutEngine.generate`.
+        """Sample completions on the servers. See `RolloutEngine.generate`.
 
         Raises:
             BadRequest: A request is invalid for all servers.
-            WeightSyncError: A server's weights are not the weights that this engine pushed last.
-            RolloutServerError: No server could complete the requests. The exception's cause is the error of the last
+            WeightSyncError: A server does not have the weights that this engine pushed last.
+            RolloutServerError: No server completed the requests. The cause of the exception is the error of the last
                 server.
         """
         own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
@@ -259,10 +260,11 @@ class ServerEngine(RolloutEngine):
         return self.patiently(lambda: self._generate(requests, sampling))
 
     def patiently(self, ask: Callable[[], Found]) -> Found:
-        """Call ``ask``. If no server is available, wait up to `patience` seconds for a server, then call ``ask`` again.
+        """Call ``ask``. If no server is available, call ``ask`` again until a server is available, for up to `patience`
+        seconds.
 
         Raises:
-            ServerUnreachable: No server became available in time. If the reason is a busy server, the error is
+            ServerUnreachable: No server became available in time. If a server is busy, the error is
                 `ServerBusy`.
         """
         deadline = time.monotonic() + self.patience
@@ -287,7 +289,7 @@ class ServerEngine(RolloutEngine):
         return [rollout for index in range(len(requests)) for rollout in by_request[index]]
 
     def _chunks(self, requests: Sequence[Request], sampling: Sampling) -> list[Chunk]:
-        """Group requests by their settings. Split each group into one chunk per server."""
+        """Group requests by sampling settings and number of completions, and split each group into one chunk per server."""
         kinds: dict[tuple[int, Sampling, bool], Chunk] = {}
         for index, request in enumerate(requests):
             own = request.sampling or replace(sampling, seed=derived_seed(sampling.seed, index))
@@ -297,10 +299,10 @@ class ServerEngine(RolloutEngine):
         return [part for members in kinds.values() for k in range(pieces) if (part := members[k::pieces])]
 
     def _served(self, chunk: Chunk) -> list[Rollout]:
-        """Send a chunk to one server after the other until one succeeds, and return its rollouts."""
+        """Return the rollouts of a chunk. The chunk is sent to one server after the other until a server completes it."""
         failed: dict[Server, RolloutServerError] = {}
         wanted = self.version_name(self.version) if self.pushed else None
-        # Upper bound on the number of tokens that the chunk requires.
+        # Upper bound on the number of prompt and completion tokens of the chunk.
         tokens = sum(len(r.prompt_ids) + r.n * r.sampling.max_new_tokens for _, r in chunk if r.sampling)
         while (server := self.fleet.acquire(tokens, wanted, failed)) is not None:
             try:
@@ -310,8 +312,8 @@ class ServerEngine(RolloutEngine):
             except RolloutServerError as error:
                 failed[server] = error
                 if isinstance(error, WeightSyncError):
-                    # Mark the server's weights as unknown, so that they are pushed again before the next request to this
-                    # server.
+                    # Mark the server's weights as unknown. They are then pushed again before this server receives another
+                    # request.
                     server.holds = ""
                 else:
                     self.fleet.failed(server, error)
@@ -320,8 +322,8 @@ class ServerEngine(RolloutEngine):
         raise self._nobody(failed)
 
     def _nobody(self, failed: dict[Server, RolloutServerError]) -> RolloutServerError:
-        """Return an error that lists, for each server, why it is not available."""
-        # Include servers that failed in other chunks of the same call.
+        """Return an error with the reason why each server is not available."""
+        # Also include servers that failed while they processed other chunks of the same call.
         down = {s: s.down for s in self.fleet.all if s.down is not None}
         errors = [*(down | failed).values()]
         stale = next((e for e in errors if isinstance(e, WeightSyncError)), None)
@@ -357,10 +359,10 @@ class ServerEngine(RolloutEngine):
         ]
 
     def _version_of(self, server: Server, name: str) -> int:
-        """Convert the name of a version on a server to the trainer's version number.
+        """Convert the name of a weight version on a server to the trainer's version number.
 
         Raises:
-            WeightSyncError: The server has another version than the pushed version.
+            WeightSyncError: The server sampled with another version than the version that was pushed last.
         """
         wanted = self.version_name(self.version)
         if self.pushed and name != wanted:
@@ -376,27 +378,26 @@ class ServerEngine(RolloutEngine):
     # Methods that push weights.
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Push a version to every server that does not have it. If some servers fail and others succeed, the failed
-        servers are excluded.
+        """Push a weight version to every server that lacks it. If only some servers fail, these servers are excluded.
 
-        If no server is available, the call waits for a server before it reads the first tensor.
+        If no server is available, this method waits for a server before it reads the first tensor.
 
         Args:
             named_tensors: All weights, or a LoRA adapter. Weights are `posttrain.rollouts.shared_weights.Weights` or
                 pairs (name, tensor), which are always read to the end. An adapter is
                 `posttrain.rollouts.adapters.AdapterWeights`.
-            version: Version number of the trainer.
+            version: Version number of the weights in the trainer.
 
         Raises:
             ServerUnreachable: No server became available in time.
-            WeightSyncError: All servers failed, or the parameter names of a server differ.
+            WeightSyncError: The update failed on all servers, for example because their parameter names differ.
         """
         name = self.version_name(version)
         try:
             outdated = self.patiently(lambda: self._outdated(name))
         except RolloutServerError:
-            # Read all tensors even if no server needs them, because reading a sharded weight can be a collective operation in
-            # which all ranks must take part.
+            # Read all tensors even if no server needs them. Reading a sharded weight can be a collective operation that
+            # needs all ranks.
             for _ in named_tensors:
                 pass
             raise
@@ -421,7 +422,7 @@ class ServerEngine(RolloutEngine):
         return self.pusher.push(pairs, [server.client for server in servers], name)
 
     def _send_adapter(self, adapter: AdapterWeights, servers: Sequence[Server], name: str) -> Answers:
-        """Push the base model to servers whose weights may not be the base model's. Then push the adapter to all servers."""
+        """Push the base model to servers that may have other base weights. Then push the adapter to all ``servers``."""
         answers: Answers = dict.fromkeys(server.client for server in servers)
         base = f"{self.run}-base"
         known = (base, "default") if self.trusts_bases else (base,)
@@ -441,7 +442,7 @@ class ServerEngine(RolloutEngine):
         return answers
 
     def _forget_adapter(self, newest: str) -> None:
-        """Unload the previous version of the adapter from all servers. Requests that are running with it can finish."""
+        """Unload old versions of the adapter from all servers. Running requests that use an old version can finish."""
         self._adapters = [*(one for one in self._adapters if one != newest), newest]
         for name in self._adapters[:-VERSIONS_KEPT]:
             for server in self.fleet.live:
@@ -450,8 +451,8 @@ class ServerEngine(RolloutEngine):
         del self._adapters[:-VERSIONS_KEPT]
 
     def _outdated(self, name: str) -> list[Server]:
-        """Return the available servers that do not have the version ``name``. The current version is requested from
-        each server.
+        """Return the available servers that do not have the version ``name``. Each server is asked for its current
+        version.
         """
         self.fleet.refresh(force=True)
         for server in self.fleet.live:
@@ -466,11 +467,11 @@ class ServerEngine(RolloutEngine):
 
 
 def _check_base(client: VLLMClient, shape: Mapping[str, Any]) -> None:
-    """Check that a server's model has the shapes of the adapter's base model. vLLM 0.32 accepts an adapter with other
-    shapes silently.
+    """Check that a server's model has the shapes of the adapter's base model. vLLM 0.32 silently accepts an adapter with other
+    shapes.
 
     Raises:
-        WeightSyncError: The models differ.
+        WeightSyncError: The server's model has another shape than the adapter's base model.
     """
     theirs = {name: client.facts.get(name) for name in shape}
     if odd := [name for name, value in shape.items() if None not in (value, theirs[name]) and value != theirs[name]]:
@@ -489,13 +490,13 @@ def _end(fleet: ServerPool, pusher: Pusher) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerVersions:
-    """A version of the weights and the servers that have it.
+    """Weight version that was pushed last, and the servers that have it.
 
     Attributes:
-        run: Unique name of the engine object; see `ServerEngine`.
-        version: Version number of the trainer.
+        run: Unique name of the engine object, which is part of version names. See `ServerEngine`.
+        version: Version number of the weights in the trainer.
         urls: Addresses of the servers.
-        adapter: Whether the version is a LoRA adapter. Requests then select it by its name.
+        adapter: Whether the version is a LoRA adapter. Requests must then contain the adapter's name.
     """
 
     run: str = ""
@@ -505,14 +506,13 @@ class ServerVersions:
 
 
 class ServerTransfer(WeightTransfer):
-    """Weight transfer to servers. The class implements `WeightTransferProtocol`.
+    """Weight transfer to rollout servers. It implements `WeightTransferProtocol`.
 
-    A server is paused only during its own update. If an update fails, the server is excluded. An excluded server is
-    used again after it is healthy and has received the weights.
+    A server is paused only during its own update. If the update of a server fails, the server is excluded until it is
+    healthy and has received the weights.
 
     Args:
-        make: Function that creates the engine that pushes weights. The function is called only on the rank that pushes
-            weights.
+        make: Function that creates the `ServerEngine`. It is called only on the rank that pushes weights.
     """
 
     def __init__(self, make: Callable[[], ServerEngine]) -> None:
@@ -532,7 +532,7 @@ class ServerTransfer(WeightTransfer):
 
     @property
     def holders(self) -> ServerVersions:
-        """The last pushed version, and the servers that have it."""
+        """The weight version that was pushed last, and the servers that have it."""
         engine, name = self._pushing, self._pushing.version_name(self.version)
         holders = [server for server in engine.fleet.live if server.holds == name]
         adapter = any(server.client.adapter == name for server in holders)
@@ -546,13 +546,13 @@ class ServerTransfer(WeightTransfer):
         """Do nothing, because the update of each server pauses that server."""
 
     def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Push the weights as the next version. Return after at least one server has confirmed the version."""
+        """Push weights under the next version number. At least one server must confirm the version."""
         self._pushing.load_weights(tensors, self.version + 1)
         self.version += 1
         self._announced = self.holders.urls
 
     def send_again(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Push the last version again to servers that do not have it, for example new and restarted servers."""
+        """Push the last version again to servers that lack it, for example new or restarted servers."""
         self._pushing.load_weights(tensors, self.version)
         self._announced = self.holders.urls
 
@@ -560,10 +560,10 @@ class ServerTransfer(WeightTransfer):
         """Do nothing, because the update of each server resumes that server."""
 
     def missing_weights(self) -> bool:
-        """Return whether an available server lacks the last version, or has this version but is not used by workers
+        """Return whether an available server lacks the last version, or has it but has not been announced to the workers
         yet.
 
-        The version is requested from each server, because a server may have been restarted. If a server responds
+        Each server is asked for its version, because a server may have been restarted. If a server responds
         slowly, its version is assumed to be unchanged.
         """
         fleet = self._pushing.fleet
@@ -574,7 +574,7 @@ class ServerTransfer(WeightTransfer):
         return any(server.url not in holders or server.url not in self._announced for server in fleet.live)
 
     def failure_reason(self) -> str:
-        """Return the errors of the servers that currently receive no requests. Return an empty string if there are none."""
+        """Return the errors of servers that currently receive no requests. Return "" if all servers are available."""
         fleet = self._pushing.fleet
         return "; ".join(f"{s.url}: {str(s.down).splitlines()[0]}" for s in fleet.all if s.down is not None)
 
@@ -586,14 +586,14 @@ class ServerTransfer(WeightTransfer):
 
 
 class FollowingEngine(ServerEngine):
-    """Engine of a rollout worker. The engine sends requests to servers, to which the trainer's process pushes weights.
+    """Engine of a rollout worker. It sends requests to servers, and the trainer's process pushes weights to these servers.
 
-    `set_servers` sets the servers. A server may have weights that this run did not push, because it was restarted or
-    because another trainer uses it. A response from such weights is rejected, and the request is sent to another
+    `set_servers` sets the servers. A server may have weights of another run, because the server was restarted or because
+    another trainer uses it. A response that was sampled with such weights is rejected, and the request is sent to another
     server.
 
     Args:
-        options: Options of `ServerEngine`.
+        options: Keyword arguments of `ServerEngine`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -602,7 +602,7 @@ class FollowingEngine(ServerEngine):
         super().__init__(lambda: self._urls, connection_timeout=None, pushes=False, **options)
 
     def set_servers(self, holders: ServerVersions) -> None:
-        """Replace the list of servers, and store which version they have."""
+        """Replace the list of servers, and store the weight version that the servers have."""
         self.run, self.version, self.pushed, self._urls = holders.run, holders.version, True, holders.urls
         self.fleet.refresh(force=True)
         with self._news:
@@ -619,7 +619,7 @@ class FollowingEngine(ServerEngine):
         )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Sample completions; see `ServerEngine.generate`. Wait until a server has the current weights."""
+        """Sample completions. If no server has the current weights, wait for such a server. See `ServerEngine.generate`."""
         deadline = time.monotonic() + self.patience
         while True:
             try:
@@ -631,9 +631,9 @@ class FollowingEngine(ServerEngine):
                     self._news.wait(LOOK_SECONDS)
 
     def _version_of(self, server: Server, name: str) -> int:
-        """Return the version number; see `ServerEngine._version_of`. A newer version of this run is accepted too,
-        because servers receive a version slightly before the workers are notified.
+        """Return the version number of a response. Also accept a newer version of this run, because servers receive a
+        version slightly before workers are notified.
         """
         run, _, number = name.rpartition("-")
-        # A name without a number is the name of an adapter's base model, from which this run does not sample.
+        # A name without a number is the name of an adapter's base model. This run never samples from the base model.
         return int(number) if run == self.run and number.isdigit() else super()._version_of(server, name)

@@ -2,7 +2,7 @@
 read.
 
 `guard_for` selects one of the two classes by the server's address. `bounded` limits the size of a body without a
-Content-Length header. The docstring of `Guard` lists the rules.
+Content-Length header. The docstring of `Guard` lists the reasons for rejection.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ GENERATION_PATHS = ("/v1/", "/inference/")
 class Guard:
     """ASGI middleware that checks a request before its body is read. It rejects a request with one of these statuses:
 
-    - **401**: the header ``Authorization: Bearer TOKEN`` is missing or wrong. All paths except ``/health`` require the
-      header, and so do websockets. The token is compared in constant time.
-    - **403**: a web page from another origin sent the request, as its ``Origin`` header shows.
-    - **415**: the body is not ``application/json``. Web pages can send other types without a preflight request.
+    - **401**: the header ``Authorization: Bearer TOKEN`` is missing or wrong. All requests require the
+      header, except requests to ``/health``. The token is compared in constant time.
+    - **403**: a web page from another origin sent the request, according to the ``Origin`` header.
+    - **415**: the content type is not ``application/json``. Web pages can send some other types without a preflight request.
     - **413**: the body is too large.
 
     vLLM's own token protects only ``/v1``. That token does not protect the endpoints that replace weights, so
     `posttrain vllm-serve` adds this guard.
 
     Args:
-        app: The application.
+        app: ASGI application to protect.
         api_key: Bearer token. None (default) uses ``$POSTTRAIN_API_KEY``.
         images: Whether prompts may contain images.
 
@@ -113,15 +113,15 @@ class Guard:
 class LoopbackGuard(Guard):
     """`Guard` for a server that listens on a loopback address.
 
-    The ``Host`` header of a request must be a loopback name, otherwise the status is 403. This check protects against
-    DNS rebinding, with which a web page could reach the server under the page's own host name.
+    The ``Host`` header of a request must be a loopback name, otherwise the status is 403. This check protects against DNS
+    rebinding, which lets a web page reach the server under the page's own host name.
     """
 
     hosts = LOOPBACK
 
 
 def guard_for(host: str) -> type[Guard]:
-    """Return the guard class for a server that listens on ``host``."""
+    """Return `LoopbackGuard` if ``host`` is a loopback address, else `Guard`."""
     return LoopbackGuard if host in LOOPBACK else Guard
 
 
@@ -132,7 +132,7 @@ def _name(address: str) -> str | None:
 
 
 def bounded(receive: Any, limit: int) -> Any:
-    """Return a function like ``receive`` that raises an `HTTPException` with status 413 after more than ``limit`` bytes."""
+    """Wrap ``receive`` so that it raises an `HTTPException` with status 413 after more than ``limit`` bytes."""
     read = 0
 
     async def receive_some() -> Any:
@@ -155,10 +155,10 @@ async def _skip(receive: Any) -> None:
 
 
 async def _answer(receive: Any, send: Any, status: int, message: str) -> None:
-    """Send an error and close the connection, so that an unauthorized caller cannot keep it open.
+    """Send an error response and close the connection, so that an unauthorized caller cannot keep it open.
 
-    A short body is read first. If a connection is closed while its body is unread, it is reset, and the client may not
-    receive the response.
+    A short body is read first. If a connection with an unread body is closed, the connection is reset, and the client may
+    not receive the response.
     """
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(_skip(receive), DRAIN_S)

@@ -11,15 +11,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 # Maximum number of seconds until all headers of a request have arrived. Clients send headers without delay.
 HEADER_S = 20.0
-# Number of seconds for which an idle connection stays open. Clients reuse connections between training steps. If the server had
-# closed a connection, the request would have to be retried.
+# Number of seconds for which an idle connection stays open. Clients reuse connections between training steps. They would
+# have to retry a request on a connection that the server has closed.
 KEEP_ALIVE_S = 120
 
 
 class PromptH11(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a time limit for request headers.
 
-    uvicorn limits the size of headers and the idle time after a response, but not the time until the first request.
+    uvicorn limits the size of headers and the idle time after a response, but not the time before the first request.
     Without this time limit, a client that sends nothing could keep a connection open forever, even without a token.
     """
 
@@ -31,7 +31,7 @@ class PromptH11(H11Protocol):
         self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Start the time limit when a new request begins. Stop it when the headers are complete."""
+        """Start the time limit when a new request begins. Stop the time limit when the headers are complete."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()

@@ -1,4 +1,4 @@
-"""`ServerPool`: the rollout servers of a run, with their weights, load and availability. Servers can join and leave."""
+"""`ServerPool`: the rollout servers of a run, with the weight version, load and availability of each server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Interval in seconds at which the list of servers is checked for new and removed servers.
 REFRESH_SECONDS = 5.0
-# If a request fails with one of these errors, the server is expected to become available again.
+# If a request fails with one of these errors, the server may become available again.
 AWAY = (ServerUnreachable, ServerBusy)
 
 Urls = str | Path | Sequence[str] | Callable[[], Sequence[str]]
@@ -37,15 +37,14 @@ class Server:
     Attributes:
         client: Client with the connections to the server.
         info: Properties that the server last reported.
-        holds: Name of the version of the server's weights. Empty: unknown, so the weights must be pushed again.
+        holds: Name of the server's weight version. Empty: the version is unknown, so weights must be pushed again.
         outstanding: Number of tokens that were requested and for which no response has arrived yet.
-        selected: Number of requests for which the server was selected. The idle server with the smallest number of
+        selected: Number of requests for which the server was selected. Among idle servers, the server with the fewest
             requests is selected.
-        down: Error because of which the server receives no requests. None: the server is available.
-        lock: File lock that other trainers on this machine cannot acquire. The lock is None if no weights are pushed to
-            the server.
-        listed: Whether the server is in the list of addresses. A removed server is closed only after its last response,
-            because reading from a closed connection would block until the timeout.
+        down: Last error of an unavailable server. The server receives no requests. None: the server is available.
+        lock: File lock that excludes other trainers on this machine. None: this process pushes no weights to the server.
+        listed: Whether the server is in the list of addresses. A removed server is closed after its last response, because
+            reading from a closed connection would block until the timeout.
     """
 
     client: VLLMClient
@@ -70,19 +69,18 @@ class Server:
 
 
 class ServerPool:
-    """The rollout servers of a run, with the version of the weights on each server.
+    """The rollout servers of a run, with the state of each server. Servers can join and leave during a run.
 
     Args:
-        urls: An address, several addresses (a list, or text separated by commas), a file with one address per line, or
-            a function that returns addresses. Files are read and functions are called repeatedly, so that servers can
-            join and leave during a run.
+        urls: One address, several addresses (a list, or text separated by commas), a file with one address per line, or a
+            function that returns addresses. Files and functions are evaluated repeatedly, so that servers can join and
+            leave during a run.
         connect: Function that creates a client for an address.
         timeout: Maximum number of seconds until the first servers are available. None: do not wait.
-        pushes: Whether this process pushes weights. If True, other trainers on this machine cannot use the same
-            servers.
+        pushes: Whether this process pushes weights. If True, the servers are locked for other trainers on this machine.
 
     Raises:
-        ServerUnreachable: No server is healthy in time.
+        ServerUnreachable: No server is healthy within ``timeout`` seconds.
         ServerBusy: Another trainer on this machine uses a server.
     """
 
@@ -104,7 +102,7 @@ class ServerPool:
     # Methods that check which servers are available.
 
     def urls(self) -> list[str]:
-        """Return the addresses that are configured now."""
+        """Return the addresses of the servers that are configured at the moment."""
         addresses: Any = self.source
         if isinstance(addresses, Path) or (
             isinstance(addresses, str) and "://" not in addresses and Path(addresses).is_file()
@@ -115,7 +113,7 @@ class ServerPool:
         return list(dict.fromkeys(url.strip().rstrip("/") for url in listed if url.strip()))
 
     def _wait_until_ready(self, timeout: float) -> None:
-        """Wait until all servers are available. If the timeout ends before that, continue with the available servers."""
+        """Wait until all servers are available. After the timeout, continue with the servers that are available."""
         deadline = time.monotonic() + timeout
         while (late := self._admit_new(self.urls(), ServerUnreachable)) and time.monotonic() < deadline:
             time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
@@ -134,7 +132,7 @@ class ServerPool:
             logger.warning("server %s is not available yet and is used once it answers: %s", hide_secrets(url), error)
 
     def _admit_new(self, urls: Sequence[str], left_out: type[RolloutServerError]) -> dict[str, RolloutServerError]:
-        """Connect to servers that were added to the list. Return the errors of servers that are not available."""
+        """Connect to servers that were added to the list. Return the error of each new server that is not available."""
         late: dict[str, RolloutServerError] = {}
         for url in urls:
             if url not in self.servers:
@@ -160,12 +158,12 @@ class ServerPool:
         left it paused.
 
         Raises:
-            ServerBusy: Another process on this machine pushes to it.
+            ServerBusy: Another process on this machine pushes weights to the server.
         """
         if not self.pushes:
             return
         if server.lock is None and server.client.is_local:
-            # The name of the lock file contains only the port, because localhost and 127.0.0.1 are the same server.
+            # The name of the lock file contains only the port, because localhost and 127.0.0.1 are the same machine.
             path = Path(tempfile.gettempdir(), f"posttrain-server-{urlsplit(server.url).port or 80}.lock")
             lock = FileLock(path, thread_local=False)
             try:
@@ -188,9 +186,9 @@ class ServerPool:
             server.client.resume()
 
     def refresh(self, force: bool = False) -> None:
-        """Add new servers, release removed servers, and check whether unavailable servers have become available.
+        """Add new servers, release removed servers, and check whether unavailable servers are available again.
 
-        Only one thread runs this method at a time. Other threads return immediately and use the current list, unless
+        Only one thread at a time updates the list. Other threads return immediately and use the current list, unless
         ``force`` is set.
         """
         if not force and time.monotonic() - self._looked < REFRESH_SECONDS:
@@ -202,7 +200,7 @@ class ServerPool:
             for url in [u for u in self.servers if u not in wanted]:
                 logger.warning("rollout server %s was removed from the list.", hide_secrets(url))
                 self._let_go(url)
-            # If a new server returns an error (e.g. because of a wrong token), the run continues without this server.
+            # If a new server returns an error, e.g. because of a wrong token, continue without this server.
             for url, error in self._admit_new(wanted, RolloutServerError).items():
                 if isinstance(error, ServerUnreachable):
                     logger.debug("%s is still not available: %s", hide_secrets(url), error)
@@ -215,10 +213,10 @@ class ServerPool:
             self._refreshing.release()
 
     def look_at(self, server: Server) -> None:
-        """Request the version of the server's weights, because the server may have been restarted.
+        """Update the state of a server, including its weight version, because the server may have been restarted.
 
-        If the server was unavailable and responds, it receives requests again. The version of a server that responds
-        slowly is assumed to be unchanged.
+        If an unavailable server responds, it receives requests again. If a server responds slowly, its weight version is
+        assumed to be unchanged.
         """
         try:
             if server.down is not None:
@@ -240,7 +238,7 @@ class ServerPool:
 
     @property
     def all(self) -> list[Server]:
-        """All servers as a list. The list is a copy, because other threads may change the dict of servers."""
+        """All servers as a list. It is a copy, because other threads may change the dict ``servers``."""
         return list(self.servers.values())
 
     @property
@@ -249,8 +247,8 @@ class ServerPool:
         return [server for server in self.all if server.down is None]
 
     def acquire(self, tokens: int, version: str | None, without: Collection[Server]) -> Server | None:
-        """Select the server with the fewest outstanding tokens among those with ``version`` (None: any version). Add
-        ``tokens`` to its outstanding tokens.
+        """Select a server with weight version ``version`` (None: any version) that is not in ``without``. The server with
+        the fewest outstanding tokens is selected, and ``tokens`` is added to this number.
         """
         with self._lock:
             ready = [s for s in self.live if s not in without and version in (None, s.holds)]
@@ -270,7 +268,7 @@ class ServerPool:
             server.close()
 
     def _let_go(self, url: str) -> None:
-        """Remove a server from the list. Close it immediately if it is idle, otherwise after its last response."""
+        """Remove a server from the list. Close its connections immediately if it is idle, otherwise after its last response."""
         with self._lock:
             server = self.servers.pop(url)
             server.listed, idle = False, not server.outstanding
@@ -284,7 +282,7 @@ class ServerPool:
         server.down = error
 
     def close(self) -> None:
-        """Release all servers."""
+        """Release all servers and close their connections."""
         for server in self.all:
             server.close()
         self.servers = {}

@@ -16,13 +16,13 @@ from posttrain.types import NEVER, Request, Rollout, Sampling
 if TYPE_CHECKING:
     from posttrain.extensions.images.processors import PictureProcessor
 
-# Environment variable with the API token. A command-line argument would be visible in the list of processes.
+# Environment variable with the API token. A token in a command-line argument would be visible in the list of processes.
 API_KEY_VARIABLE = "POSTTRAIN_API_KEY"
-# Loopback addresses. A server at one of them can share memory with this process.
+# Loopback addresses. A server at one of these addresses can share memory with this process.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Version name of a server's weights during an update and after a failed update.
+# Weight version that a server reports during an update and after a failed update.
 INCOMPLETE = "incomplete"
-# Value that vLLM returns in JSON for a log-prob of minus infinity.
+# Log-prob that vLLM returns instead of minus infinity, because JSON cannot represent infinity.
 NO_LOGP = -9999.0
 # vLLM's endpoint for prompts that contain token ids and images. ``/v1/completions`` does not support images.
 GENERATE = "/inference/v1/generate"
@@ -31,11 +31,11 @@ BESIDE_SAMPLING = ("model", "token_ids", "content_parts", "return_token_ids")
 
 
 def check_token(host: str, api_key: str | None) -> None:
-    """Check that a server has a token if it listens on an address other than loopback. Without a token, any client that
+    """Check that a server has a token if it does not listen on a loopback address. Without a token, any client that
     reaches the server could replace the weights.
 
     Raises:
-        ConfigError: There is no token, and the address is not loopback.
+        ConfigError: There is no token, and the address is not a loopback address.
     """
     if host not in LOOPBACK and not api_key:
         raise ConfigError(
@@ -50,8 +50,8 @@ def error_body(status: int, message: str) -> dict[str, Any]:
 
 
 def sampling_body(sampling: Sampling) -> dict[str, Any]:
-    """Convert a `Sampling` to fields of ``/v1/completions``. All fields are sent, so that the defaults in the model's
-    generation config are never used.
+    """Convert a `Sampling` to fields of ``/v1/completions``. All fields are sent, so that no defaults in the model's
+    generation config are used.
     """
     body: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens,
@@ -64,8 +64,7 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
         # Stop only at the trainer's stop tokens. The eos token of the server's own tokenizer is ignored.
         "ignore_eos": True,
         "stop_token_ids": list(sampling.stop_token_ids),
-        # Limit min_tokens, because vLLM rejects min_tokens > max_tokens. This can occur in a late turn of an episode with few
-        # tokens left.
+        # vLLM rejects min_tokens > max_tokens, which can occur in a late turn of an episode with few tokens left.
         "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
         "stop": list(sampling.stop_strings),
     }
@@ -80,8 +79,8 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
 
 
 def pictures_body(request: Request) -> dict[str, Any]:
-    """Return the image fields for `posttrain serve`: the encoded bytes of each image under their digest, and the
-    position of each image in the prompt.
+    """Return the image fields for `posttrain serve`: a mapping from digests to encoded images, and the position of each
+    image in the prompt.
     """
     if not request.pictures:
         return {}
@@ -100,8 +99,8 @@ def pictures_body(request: Request) -> dict[str, Any]:
 
 
 def content_parts(request: Request, reader: PictureProcessor) -> dict[str, Any]:
-    """Return the image fields for `GENERATE`: PNG images, and token ids with one placeholder per image. vLLM replaces
-    each placeholder with the number of tokens that the image needs.
+    """Return the image fields for `GENERATE`: PNG images, and token ids with one placeholder per image. vLLM expands
+    each placeholder to the number of tokens that the image needs.
     """
     if not request.pictures:
         return {}
@@ -112,9 +111,9 @@ def content_parts(request: Request, reader: PictureProcessor) -> dict[str, Any]:
 
 
 def generate_body(sent: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert fields of ``/v1/completions`` to fields of `GENERATE`. ``sent`` also contains the fields of `content_parts`."""
+    """Convert fields of ``/v1/completions`` to fields of `GENERATE`. ``sent`` must contain the fields of `content_parts`."""
     sampling = {k: v for k, v in sent.items() if k not in (*BESIDE_SAMPLING, "return_tokens_as_token_ids")}
-    # Request one more log-prob per position, because this endpoint counts the sampled token as one of them.
+    # Request one more log-prob per position, because `GENERATE` includes the sampled token in this number.
     sampling["logprobs"] += bool(sampling["logprobs"])
     return {k: sent[k] for k in BESIDE_SAMPLING} | {"sampling_params": sampling}
 
@@ -134,7 +133,7 @@ def check_expansion(choices: Sequence[Mapping[str, Any]], prompt: Sequence[int],
     """Check that the server and the trainer convert a prompt with images to the same token ids.
 
     Raises:
-        BadRequest: The token ids differ (PT-G016).
+        BadRequest: The token ids of server and trainer differ (PT-G016).
     """
     theirs, ours = next((list(choice["prompt_token_ids"]) for choice in choices), list(prompt)), list(prompt)
     if theirs == ours:
@@ -150,11 +149,11 @@ def check_expansion(choices: Sequence[Mapping[str, Any]], prompt: Sequence[int],
 
 @contextlib.contextmanager
 def reading(reply: Any, url: str) -> Iterator[None]:
-    """Convert errors that occur while a response is parsed to a `RolloutServerError`, so that the request is sent to
+    """Convert errors in parsing a response to a `RolloutServerError`, so that the request can be sent to
     another server.
 
     Args:
-        reply: The response.
+        reply: The response, for the error message.
         url: Address of the server.
     """
     try:
@@ -170,11 +169,11 @@ def reading(reply: Any, url: str) -> Iterator[None]:
 def checked_choices(
     reply: dict[str, Any], prompt: Any, n: int, most: int, vocabulary: int | None, url: str
 ) -> list[dict[str, Any]]:
-    """Check a response of ``/v1/completions`` to one prompt, and return its choices in order.
+    """Check a response of ``/v1/completions`` for one prompt. Return the choices sorted by their index.
 
     Args:
-        reply: The response.
-        prompt: Token ids or text. If the prompt is text, the token ids in the response are not checked.
+        reply: The parsed response.
+        prompt: Token ids or text of the prompt. For a text, the prompt's token ids in the response are not checked.
         n: Number of requested completions.
         most: Maximum number of tokens per completion.
         vocabulary: Vocabulary size. None if it is unknown.
@@ -202,14 +201,14 @@ def checked_choices(
 
 
 def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
-    """Return, for every token of a choice, the candidates as pairs (token id, log-prob), most likely first. The
+    """Return the candidates for every token of a choice as pairs (token id, log-prob), most likely first. The
     candidates include the sampled token.
     """
     logprobs = choice["logprobs"]
     tops = logprobs.get("top_logprobs") or [None] * len(choice["token_ids"])
     lines = []
     for token, own, at in zip(choice["token_ids"], logprobs["token_logprobs"], tops, strict=True):
-        # Find the sampled token by its id. It is not always the first entry, because entries are sorted by probability.
+        # Find the sampled token by its id. It is not always the first entry, because entries are sorted by log-prob.
         pairs = {int(name.removeprefix("token_id:")): _number(value) for name, value in (at or {}).items()}
         pairs[token] = _number(own)
         lines.append(sorted(pairs.items(), key=lambda pair: -pair[1] if math.isfinite(pair[1]) else math.inf))
@@ -217,12 +216,12 @@ def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
 
 
 def _number(value: object) -> float:
-    """Convert a log-prob from a response to a number. If the server returned no log-prob, the result is NaN."""
+    """Convert a log-prob from a response to a number. Return NaN if the server returned no log-prob or minus infinity."""
     return math.nan if value is None or value <= NO_LOGP else float(value)
 
 
 def read_choice(choice: dict[str, Any], sampling: Sampling) -> Rollout:
-    """Convert a checked choice to a rollout.
+    """Convert a choice that `checked_choices` returned to a rollout.
 
     The server returns log-probs of the distribution after temperature and truncation. Log-probs before truncation are
     not available.
@@ -239,10 +238,10 @@ def read_choice(choice: dict[str, Any], sampling: Sampling) -> Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probs of the T tokens of one sequence after its prompt.
+    """Log-probs of the T tokens that follow the prompt of one sequence.
 
     Attributes:
-        logps: Log-probs of the T tokens. NaN where the server returned none, for example for the first token of a
+        logps: Log-probs of the T tokens. NaN if the server returned no log-prob, for example for the first token of a
             sequence or for the last token of a full context.
         top_ids: The k most likely tokens at each position, most likely first.
         top_logps: Log-probs of ``top_ids``.
@@ -254,7 +253,7 @@ class Scores:
 
 
 def scores_of(ids: Sequence[int], begin: int, entries: Sequence[Any], top: int) -> Scores:
-    """Convert vLLM's ``prompt_logprobs`` of a sequence to `Scores`. The first ``begin`` tokens are not included."""
+    """Convert vLLM's ``prompt_logprobs`` of a sequence to `Scores`. The first ``begin`` tokens are skipped."""
     scores = Scores([], [], [])
     for t in range(begin, len(ids)):
         at = (entries[t] if t < len(entries) else None) or {}

@@ -1,7 +1,7 @@
-"""API tokens for rollout servers that were started without one.
+"""API tokens for rollout servers that were started without a token.
 
-`write_token` creates a token in a file, and `find_token` reads the file. Only the same user on the same machine can read it.
-`token_pattern` returns the location of the files, and `LocalToken` sends the token with each request.
+`write_token` writes a new token to a file, and `find_token` reads the file. Only the same user on the same machine can read
+it. `token_pattern` returns the location of token files. `LocalToken` adds the token to each request.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from posttrain.rollouts.shared_memory import shared_root
 
 
 def token_pattern(port: object) -> Path:
-    """Return a pattern that matches the paths of all token files for servers on a port."""
+    """Return a glob pattern for the paths of all token files of servers on ``port``."""
     return shared_root() / f"posttrain-token-{port}-*"
 
 
 def _own_tokens(port: int) -> Iterator[Path]:
-    """Yield the token files that belong to this user. A file is skipped if another user owns it or can read it."""
+    """Yield this user's token files for ``port``. A file is skipped if another user owns it or can read it."""
     pattern = token_pattern(port)
     for path in pattern.parent.glob(pattern.name):
         with contextlib.suppress(OSError):
@@ -37,8 +37,8 @@ def _own_tokens(port: int) -> Iterator[Path]:
 def write_token(port: int) -> Path:
     """Write a new token for the server on a port to a file that only this user can read (mode 0600).
 
-    The file is in shared memory, which is cleared at a restart of the machine. Other users cannot create a file with
-    its name. Tokens of earlier servers on this port are removed.
+    The file is in shared memory, which is cleared when the machine restarts. The file name contains random characters, so
+    other users cannot create the file in advance. Tokens of earlier servers on this port are removed.
     """
     for path in list(_own_tokens(port)):
         path.unlink(missing_ok=True)
@@ -60,8 +60,8 @@ def find_token(port: int) -> str | None:
 
 
 class LocalToken(httpx2.Auth):
-    """Send the token of the server on a port of this machine. The token is read for each request, because a restarted
-    server has a new token.
+    """Authentication with the token file of a server on this machine. The file is read for each request, because a
+    restarted server has a new token.
 
     Args:
         port: Port of the server.
@@ -71,7 +71,7 @@ class LocalToken(httpx2.Auth):
         self.port = port
 
     def auth_flow(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response, None]:
-        """Add the header to one request, if there is a token."""
+        """Add the header ``Authorization`` to a request if there is a token file."""
         token = find_token(self.port)
         if token is not None:
             request.headers["Authorization"] = f"Bearer {token}"

@@ -1,4 +1,4 @@
-"""Weight updates of rollout servers: weights are sent in buckets with hashes, and servers confirm the version."""
+"""Weight updates of rollout servers: weights are sent in buckets with checksums, and servers confirm the new version."""
 
 from __future__ import annotations
 
@@ -50,15 +50,14 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucke
 
 
 BUCKET_BYTES = 512 * 2**20
-# Size in bytes of a bucket in shared memory. With small buckets, writing one bucket overlaps with loading the previous one.
+# Size in bytes of a bucket in shared memory. With small buckets, servers load one bucket while the next one is written.
 SHARED_BYTES = 64 * 2**20
 Step = Callable[["VLLMClient"], None]
 Result = WeightSyncError | None
 
 
 class Pusher:
-    """Sends one version of the weights to several servers at the same time. While the servers load a bucket, the next
-    bucket is written.
+    """Sends weights to several servers at the same time. While the servers load a bucket, the next bucket is written.
 
     Servers on this machine read buckets from shared memory. Servers with vLLM's NCCL backend receive broadcasts between
     GPUs.
@@ -75,14 +74,14 @@ class Pusher:
     def push(
         self, tensors: Iterable[tuple[str, Tensor]], clients: Sequence[VLLMClient], version: str
     ) -> dict[VLLMClient, Result]:
-        """Update all servers. The result of a server is None if it confirmed the version, else the error.
+        """Update the weights of all servers. Return None for each server that confirmed the version, and an error for others.
 
         All tensors are read even after an error, because reading a sharded weight can be a collective operation.
 
         Args:
             tensors: All weights, in the engine's dtype.
             clients: Clients of the servers.
-            version: New name of the weights on the servers.
+            version: Name of the new weight version on the servers.
         """
         results: dict[VLLMClient, Result] = dict.fromkeys(clients)
 
@@ -107,7 +106,7 @@ class Pusher:
                 for number, bucket in enumerate(buckets(iterator, limit)):
                     if all(results.values()):
                         break
-                    # Overwrite the file of this bucket only now, because the servers have loaded its previous content.
+                    # The file of this bucket may be overwritten now, because the servers have loaded its previous content.
                     sent = start(self._sender(bucket, number, by_memory))
                     settle(earlier)
                     earlier = sent
@@ -119,8 +118,8 @@ class Pusher:
         return results
 
     def _sender(self, bucket: Bucket, number: int, by_memory: bool) -> Step:
-        """Return a function that sends a bucket to a server. If any server reads from shared memory, the bucket is
-        written there first.
+        """Return a function that sends a bucket to a server. If a server reads from shared memory, write the bucket to
+        shared memory first.
         """
         path, part = self.file(number), {}
         try:
@@ -142,11 +141,11 @@ class Pusher:
         return self._folder.path
 
     def file(self, number: int) -> Path:
-        """Return the path of one of two files that are used in turn. One file is written while servers read the other one."""
+        """Return the path of a bucket's file. Two files are used in turn: one is written while servers read the other one."""
         return self.folder / f"bucket-{number % 2}.safetensors"
 
     def close(self) -> None:
-        """Remove the files."""
+        """Remove the buckets from shared memory."""
         if self._folder is not None:
             self._folder.close()
             self._folder = None
@@ -157,7 +156,7 @@ def _refuse(error: WeightSyncError, client: VLLMClient) -> None:
 
 
 def as_sync_error(client: VLLMClient, error: RolloutServerError) -> WeightSyncError:
-    """Convert any error of a server to a `WeightSyncError`, which names the server and the phase of the update."""
+    """Convert any error of a server to a `WeightSyncError` with the server's address and the phase of the update."""
     if isinstance(error, WeightSyncError):
         return error
     wrapped = WeightSyncError(f"weights did not reach {client.base_url}: {error}", phase="bucket", url=client.base_url)
@@ -169,8 +168,9 @@ class NcclSender:
     """Trainer's side of vLLM's NCCL weight transfer. Metadata is sent over HTTP, and tensors are broadcast between GPUs
     in packed buffers.
 
-    This transfer is used for servers that were started with ``--weight-transfer-config '{"backend": "nccl"}'``, as TRL
-    starts them. This code path has not been tested on a GPU. All other servers get weights through shared memory.
+    Servers that were started with ``--weight-transfer-config '{"backend": "nccl"}'`` use this transfer. TRL
+    starts servers in this way. This code path has not been tested on a GPU. All other servers get weights through shared
+    memory.
 
     Args:
         client: Client of the server.
@@ -188,7 +188,7 @@ class NcclSender:
             "rank_offset": 1,
             "world_size": workers + 1,
         }
-        # vLLM 0.27 expects this option with each bucket. Later versions expect it when the transfer is initialized.
+        # vLLM 0.27 expects this option with each bucket. Later versions expect it in the initialization of the transfer.
         self.extra = {"packed": True}
         if "packed" in inspect.signature(common.NCCLWeightTransferInitInfo).parameters:
             info, self.extra = info | self.extra, {}

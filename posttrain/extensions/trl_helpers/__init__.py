@@ -1,3 +1,3 @@
-"""Helpers with TRL's names for user scripts. The trainers of this library do not use them. They cover collators, BEMA,
-Weave, sequences, tensors, models, and whether packages are available.
+"""Helpers with TRL's names for user scripts. The trainers of this library do not use them. The helpers are collators, the
+BEMA and Weave callbacks, and functions for sequences, tensors, models and the availability of packages.
 """

@@ -1,4 +1,4 @@
-"""Functions that return whether optional packages are installed. They read module specs and metadata, and import no package."""
+"""Functions that return whether optional packages are installed. They read package metadata and import no package."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def is_liger_kernel_available(min_version: str = LIGER_MINIMUM) -> bool:
 
 
 def is_vllm_available(min_version: str | None = None) -> bool:
-    """Return whether ``vllm`` is installed, in ``min_version`` or later. If the installed version was not tested, a
-    warning is logged.
+    """Return whether ``vllm`` is installed, in ``min_version`` or later. Log a warning if the installed version was not
+    tested.
     """
     if not is_available("vllm"):
         return False

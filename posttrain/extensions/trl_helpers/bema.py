@@ -28,35 +28,35 @@ ABSENT: Any = object()
 
 
 class BEMACallback(transformers.TrainerCallback):
-    """Average the trained weights during training, and save the average to ``<output_dir>/bema`` at the end.
+    """Compute a bias-corrected moving average of the trained weights, and save it to ``<output_dir>/bema`` at the end.
 
-    At optimizer step ``t``, with the current weights ``theta_t`` and the weights ``theta_0`` of the snapshot::
+    At optimizer step ``t``, ``theta_t`` are the current weights and ``theta_0`` are the weights of the snapshot. The
+    formulas are::
 
         alpha_t = (lag + multiplier * t) ** -bias_power
         beta_t  = max((lag + multiplier * t) ** -ema_power, min_ema_multiplier)
         E       = (1 - beta_t) * E + beta_t * theta_t
         result  = E + alpha_t * (theta_t - theta_0)
 
-    With ``ema_power=0``, ``E`` equals the current weights. With ``bias_power=0``, the correction ``alpha_t`` stays 1.
-    With a large ``bias_power``, the correction is almost 0. Only trained parameters are averaged, in float32. If an
-    adapter is trained, only its parameters are averaged. The state is saved in every checkpoint and restored on resume.
-    The average always includes the weights after the last step, because otherwise a run with few steps would save its
-    initial weights.
+    With ``ema_power=0``, ``E`` equals the current weights. With ``bias_power=0``, the correction factor ``alpha_t`` stays
+    1. With a large ``bias_power``, it is almost 0. Only trained parameters are averaged, in float32. If an adapter is
+    trained, only the adapter's parameters are averaged. The state of the average is saved in every checkpoint and restored
+    on resume. The average always includes the weights after the last step, because otherwise a run with few steps would
+    save its initial weights.
 
     Args:
-        update_freq: Number of optimizer steps between two updates, counted from ``update_after``.
-        ema_power: Exponent of ``beta_t``, at least 0. The larger it is, the less the average changes in later steps.
-        bias_power: Exponent of ``alpha_t``, at least 0. The larger it is, the faster the correction decreases.
+        update_freq: Number of optimizer steps between two updates of the average, counted from ``update_after``.
+        ema_power: Exponent of ``beta_t``, at least 0. With a larger exponent, later steps change the average less.
+        bias_power: Exponent of ``alpha_t``, at least 0. With a larger exponent, the correction decreases faster.
         lag: Constant ``lag`` in the formulas.
-        update_after: Step after which the snapshot ``theta_0`` is taken. 0: before the first step. Averaging begins
-            after it.
-        multiplier: Factor of the step in the formulas.
-        min_ema_multiplier: Lower bound of ``beta_t``, between 0 and 1.
-        device: Device of snapshot and average.
+        update_after: Step after which the snapshot ``theta_0`` is taken and averaging begins. 0: before the first step.
+        multiplier: Factor of the step ``t`` in the formulas.
+        min_ema_multiplier: Lower bound of ``beta_t``, from 0 to 1.
+        device: Device on which snapshot and average are stored.
         update_ref_model: Whether to copy the result into the trainer's reference model.
         ref_model_update_freq: Number of steps between two updates of the reference model, counted from
             ``ref_model_update_after``.
-        ref_model_update_after: Step before which the reference model does not change.
+        ref_model_update_after: Step before which the reference model is not updated.
 
     Raises:
         ConfigError: A value is out of range.
@@ -70,7 +70,7 @@ class BEMACallback(transformers.TrainerCallback):
     (0.1, 0.398107)
     """
 
-    # Reference model that is updated if the trainer passes no ``ref_model`` to its callbacks.
+    # Reference model to update if the trainer passes no ``ref_model`` to its callbacks.
     ref_model: Any = ABSENT
 
     def __init__(
@@ -119,7 +119,7 @@ class BEMACallback(transformers.TrainerCallback):
     def _forget(self) -> None:
         self._start: dict[str, Tensor] = {}  # Initial weights theta_0, in the dtype of the parameter.
         self._ema: dict[str, Tensor] = {}  # Moving average E, in float32 or a wider dtype.
-        # Result of the last update. It is stored only if the reference model is updated from it.
+        # Result of the last update. Only stored with ``update_ref_model``, because the reference model is updated from it.
         self._result: dict[str, Tensor] = {}
         self._final: tuple[int, dict[str, Tensor]] | None = None
         self._moved_reference = False
@@ -152,8 +152,8 @@ class BEMACallback(transformers.TrainerCallback):
         self._refuse(model)
         reference = self._reference(model, kwargs) if self.update_ref_model else None
         if not (state.is_world_process_zero or self.update_ref_model):
-            # Only the main process needs the state, because all ranks have equal weights and there is no reference model to
-            # update.
+            # Without updates of the reference model, only the main process needs the state, because all ranks have equal
+            # weights.
             return
         self._snapshot(model)
         if state.global_step > self.update_after:
@@ -167,7 +167,7 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Update the average, and the reference model, if the step is one of their update steps."""
+        """Update the average and the reference model if an update is due at this step."""
         if not self._start:
             return
         model, step = unwrapped(model), state.global_step
@@ -190,8 +190,8 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Compute the result with the current weights. The result must be computed now and not at the end of training,
-        because early stopping is decided here and the best weights may then replace the current weights.
+        """Compute the result from the current weights. The result cannot be computed at the end of training, because early
+        stopping may end training now, and the best weights may then replace the current weights.
         """
         if args.load_best_model_at_end:
             self._finish(unwrapped(model), state)
@@ -204,7 +204,7 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save the state of the average in the checkpoint that was just written."""
+        """Save the state of the average in the new checkpoint."""
         if args.load_best_model_at_end:
             self._finish(unwrapped(model), state)
         folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
@@ -278,7 +278,7 @@ class BEMACallback(transformers.TrainerCallback):
 
     @torch.no_grad()
     def _finish(self, model: nn.Module, state: TrainerState) -> None:
-        """Compute the result with the current weights included in the average. The state of the average is not changed."""
+        """Compute the result from the average that includes the current weights. The state of the average is not changed."""
         step = state.global_step
         if not (self._start and state.is_world_process_zero):
             return
@@ -330,7 +330,7 @@ class BEMACallback(transformers.TrainerCallback):
                 self._moved_reference = True
 
     def _reference(self, model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-        """Return the trainer's reference model. Raise an error if it cannot be updated."""
+        """Return the trainer's reference model. Raise an error if its weights cannot be updated."""
         reference = kwargs.get("ref_model", self.ref_model)
         if reference is ABSENT:
             raise ConfigError(
@@ -362,8 +362,8 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """Convert a tensor to float32 unless its dtype is wider. In bfloat16, small updates of the average would
-    be rounded away.
+    """Convert a tensor to float32, unless its dtype is wider. In bfloat16, small updates of the average would be lost by
+    rounding.
     """
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
@@ -380,7 +380,7 @@ def _copy_into(reference: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def _save(model: nn.Module, values: dict[str, Tensor], folder: Path) -> None:
-    """Save the model with the given values of its parameters. The model itself is not changed, and tied weights stay tied."""
+    """Save the model with other values of its parameters. The model itself is not changed, and tied weights stay tied."""
     named = dict(model.named_parameters())
     replaced = {id(named[name]): value.to(named[name].dtype) for name, value in values.items()}
     state = {name: replaced.get(id(v), v.detach()) for name, v in model.state_dict(keep_vars=True).items()}

@@ -21,7 +21,7 @@ Example = Mapping[str, Any]
 
 
 def identity(x: Any) -> Any:
-    """Return the argument. Trainers that need raw rows use this function as their collator.
+    """Return the argument. Trainers that need raw rows use this function as collator.
 
     >>> identity([{"prompt": "2 + 2 ="}])
     [{'prompt': '2 + 2 ='}]
@@ -30,10 +30,10 @@ def identity(x: Any) -> Any:
 
 
 def has_column(examples: Sequence[Example], key: str) -> bool:
-    """Return whether the rows of a batch have an optional column. A value of None counts as missing.
+    """Return whether the rows of a batch have an optional column. A row whose value is None lacks the column.
 
     Raises:
-        DataError: Some rows have the column and others do not.
+        DataError: Only some of the rows have the column.
     """
     present = [example.get(key) is not None for example in examples]
     if any(present) and not all(present):
@@ -45,7 +45,7 @@ def has_column(examples: Sequence[Example], key: str) -> bool:
 
 
 def token_row(example: Example, key: str, row: int, *, empty: bool = False) -> Tensor:
-    """Convert a row's list of integers to an int64 tensor."""
+    """Convert a list of integers in a row's column to an int64 tensor."""
     value = example.get(key)
     if value is None:
         raise DataError(f"row {row} of the batch has no {key!r}; its columns are {sorted(example)}.")
@@ -62,7 +62,7 @@ def token_row(example: Example, key: str, row: int, *, empty: bool = False) -> T
 
 
 def floats(examples: Sequence[Example], key: str) -> dict[str, Tensor]:
-    """Return an optional column of numbers as a dict with one float32 tensor ``(B,)``. If the column is missing, return {}."""
+    """Convert an optional column of numbers to a dict with one float32 tensor ``(B,)``. Return {} if the column is missing."""
     if not has_column(examples, key):
         return {}
     for row, example in enumerate(examples):
@@ -72,7 +72,7 @@ def floats(examples: Sequence[Example], key: str) -> dict[str, Tensor]:
 
 
 class Collator(ABC):
-    """Base class of collators. It checks options and batches. Subclasses declare its fields again."""
+    """Base class of collators that checks options and batches. Subclasses are dataclasses and declare the fields again."""
 
     pad_token_id: int
     max_length: int | None = None
@@ -96,7 +96,7 @@ class Collator(ABC):
         """Collate rows to a batch.
 
         Raises:
-            DataError: There are no rows, or a row is invalid.
+            DataError: ``features`` is empty, or a row is invalid.
         """
         check_choice("return_tensors", return_tensors or "pt", ("pt",))
         if len(features) == 0:
@@ -114,7 +114,7 @@ class Collator(ABC):
 
 
 def pad_ids(rows: Sequence[Tensor], pad_token_id: int, multiple: int | None) -> dict[str, Tensor]:
-    """Pad token ids on the right, and return them with the attention mask."""
+    """Pad rows of token ids on the right. Return ``input_ids`` and ``attention_mask``."""
     ones = [torch.ones_like(row) for row in rows]
     return {
         "input_ids": pad(rows, pad_token_id, pad_to_multiple_of=multiple),
@@ -126,21 +126,24 @@ def pad_ids(rows: Sequence[Tensor], pad_token_id: int, multiple: int | None) -> 
 class DataCollatorForLanguageModeling(Collator):
     """Pad rows to the length of the longest row, or concatenate all rows to a single row without padding.
 
-    Rows have ``input_ids`` and optionally ``labels`` (default: the ids) and ``seq_lengths`` (lengths of the documents
-    in a packed row). A padded batch has ``input_ids``, ``attention_mask`` and ``labels``, all ``(B, L)``. A
-    padding-free batch of T tokens has ``input_ids``, ``position_ids`` (which start at 0 in every document) and
-    ``labels``, all ``(1, T)`` int64. A padding-free batch also has the document numbers ``seq_idx (1, T)`` int32, the
-    document boundaries ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``(documents + 1,)`` int32, and the ints
-    ``max_length_q`` and ``max_length_k``. A padding-free batch has no attention mask, because with a mask documents
-    would attend to each other. The first token of a document has no loss, because it would be predicted from another
-    document. Each token that ``pad_to_multiple_of`` adds is a separate document.
+    Rows have ``input_ids``. They optionally have ``labels`` (default: ``input_ids``) and ``seq_lengths``, the lengths of
+    the documents in a packed row.
+
+    A padded batch has ``input_ids``, ``attention_mask`` and ``labels``, all ``(B, L)``.
+
+    A padding-free batch of T tokens has ``input_ids``, ``position_ids`` and ``labels``, all ``(1, T)`` int64. Positions
+    start at 0 in every document. The batch also has the document numbers ``seq_idx (1, T)`` int32, the document boundaries
+    ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``(documents + 1,)`` int32, and the ints ``max_length_q`` and ``max_length_k``.
+    It has no attention mask, because with a mask, documents would attend to each other. The first token of a document has
+    no loss, because it would be predicted from another document. Each token that ``pad_to_multiple_of`` adds is a separate
+    document.
 
     Attributes:
         pad_token_id: Value of padding in ``input_ids``.
         padding_free: Whether to concatenate rows instead of padding them.
-        return_position_ids: Whether padded batches have ``position_ids``, which sequence parallelism needs.
+        return_position_ids: Whether padded batches contain ``position_ids``. Sequence parallelism needs them.
         pad_to_multiple_of: Round L or T up to a multiple of this number.
-        return_tensors: Only ``pt`` is supported.
+        return_tensors: Must be ``pt``.
     """
 
     pad_token_id: int
@@ -195,13 +198,13 @@ class DataCollatorForLanguageModeling(Collator):
 
     @staticmethod
     def get_position_ids_from_packed_seq_lengths(batch_seq_lengths: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return the position ids of packed rows, which start from 0 in every document.
+        """Return the position ids of packed rows. Positions start at 0 in every document.
 
         Args:
-            batch_seq_lengths: For each row the lengths of its documents, in order.
+            batch_seq_lengths: Lengths of the documents of each row, in order.
 
         Returns:
-            One int64 tensor per row, with the length of the row.
+            One int64 tensor of positions per row.
 
         Raises:
             DataError: A row has no documents, or a document has no tokens.
@@ -220,7 +223,7 @@ class DataCollatorForLanguageModeling(Collator):
 
 
 class _PromptCollator(Collator):
-    """Base class of collators for rows that consist of a prompt and one or several completions."""
+    """Base class of collators for rows with a prompt and one or several completions."""
 
     def _joined(self, examples: Sequence[Example], column: str) -> tuple[list[Tensor], list[Tensor]]:
         """Concatenate prompt and completion of every row and truncate the result to ``max_length``. Return the token
@@ -243,8 +246,8 @@ class _PromptCollator(Collator):
         return ids, masks
 
     def _stacked(self, examples: Sequence[Example], columns: Sequence[str]) -> dict[str, Tensor]:
-        """Build one batch from several completion columns: first the prompts of all rows with the completion in the
-        first column, then the prompts of all rows with the completion in the second column, and so on.
+        """Build one batch from several completion columns. The first B rows are the prompts with the completions of the
+        first column, the next B rows are the prompts with the completions of the second column, and so on.
         """
         ids: list[Tensor] = []
         masks: list[Tensor] = []
@@ -257,19 +260,19 @@ class _PromptCollator(Collator):
 
 @dataclass
 class DataCollatorForPreference(_PromptCollator):
-    """Collate pairs for DPO. The first B rows of the batch are prompt and chosen answer, the next B rows are prompt and
-    rejected answer. Rows are right-padded.
+    """Collate pairs for DPO. The first B rows of the batch contain prompts and chosen answers. The next B rows contain the
+    same prompts and rejected answers. Rows are right-padded.
 
     Rows have ``prompt_ids``, ``chosen_ids``, ``rejected_ids`` and optionally ``ref_chosen_logps`` and
-    ``ref_rejected_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(2B, L)`` int64,
+    ``ref_rejected_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, all ``(2B, L)`` int64,
     and the reference log-probs, ``(B,)`` float32. For pairs without a separate prompt, use `DataCollatorForReward`.
 
     Attributes:
         pad_token_id: Value of padding in ``input_ids``.
-        max_length: Maximum number of tokens of prompt and completion, without padding. None: no limit.
-        truncation_mode: ``keep_start`` removes tokens at the end, ``keep_end`` removes tokens at the start.
+        max_length: Maximum number of tokens of a prompt with its completion, without padding. None: no limit.
+        truncation_mode: ``keep_start`` truncates the end of a row. ``keep_end`` truncates the start of a row.
         pad_to_multiple_of: Round L up to a multiple of this number.
-        return_tensors: Only ``pt`` is supported.
+        return_tensors: Must be ``pt``.
 
     >>> collate = DataCollatorForPreference(pad_token_id=0)
     >>> collate([{"prompt_ids": [5], "chosen_ids": [6, 7], "rejected_ids": [8]}])["input_ids"]
@@ -290,18 +293,18 @@ class DataCollatorForPreference(_PromptCollator):
 
 @dataclass
 class DataCollatorForUnpairedPreference(_PromptCollator):
-    """Collate labeled answers for KTO, optionally with mismatched completions for the KL.
+    """Collate labeled answers for KTO, optionally with mismatched completions for the KL estimate.
 
     Rows have ``prompt_ids``, ``completion_ids``, ``label`` and optionally ``KL_completion_ids``, ``ref_logps`` and
-    ``ref_KL_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(B, L)`` int64. If rows
+    ``ref_KL_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, all ``(B, L)`` int64. If rows
     have ``KL_completion_ids``, the batch also has ``KL_input_ids``, ``KL_attention_mask`` and ``KL_completion_mask``,
     whose length may differ. ``label`` is ``(B,)`` bool, and the log-probs are ``(B,)`` float32.
 
     Attributes:
         pad_token_id: Value of padding in ``input_ids``.
-        max_length: Maximum number of tokens of prompt and completion. The end is removed. None: no limit.
+        max_length: Maximum number of tokens of a prompt with its completion. The end is truncated. None: no limit.
         pad_to_multiple_of: Round L up to a multiple of this number.
-        return_tensors: Only ``pt`` is supported.
+        return_tensors: Must be ``pt``.
     """
 
     pad_token_id: int
@@ -327,16 +330,16 @@ def label_of(example: Example, row: int) -> bool:
 
 @dataclass
 class DataCollatorForReward(Collator):
-    """Collate pairs for reward models. The first B rows of the batch are chosen answers, the next B rows are rejected
+    """Collate pairs for reward models. The first B rows of the batch are chosen answers. The next B rows are rejected
     answers. Rows are right-padded.
 
-    Rows have ``chosen_ids``, ``rejected_ids`` (including the prompt) and optionally ``margin``. The batch has
+    Rows have ``chosen_ids``, ``rejected_ids`` and optionally ``margin``. Both lists of ids include the prompt. The batch has
     ``input_ids`` and ``attention_mask``, ``(2B, L)`` int64, and ``margin (B,)`` float32.
 
     Attributes:
         pad_token_id: Value of padding in ``input_ids``.
         pad_to_multiple_of: Round L up to a multiple of this number.
-        return_tensors: Only ``pt`` is supported.
+        return_tensors: Must be ``pt``.
     """
 
     pad_token_id: int

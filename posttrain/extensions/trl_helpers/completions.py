@@ -1,4 +1,6 @@
-"""`LogCompletionsCallback`: samples completions of a fixed set of prompts at intervals during training, and logs them."""
+"""`LogCompletionsCallback`: samples completions of a fixed set of prompts at intervals during training, and logs these
+completions.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,10 @@ KNOWN = (
 
 
 def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn.Module, *, seed: int) -> Sampling:
-    """Convert a generation config of transformers. None: the model's generation config, with up to 256 new tokens.
+    """Convert a generation config of transformers to `Sampling`. None: use the model's generation config and 256 new tokens.
 
     Raises:
-        ConfigError: The passed config contains a setting that engines do not support (beams, stop strings, ...).
+        ConfigError: ``config`` contains a setting that engines do not support, such as beams or stop strings.
     """
     own = generation_config_of(model)
     options = {} if config is None else config.to_diff_dict()
@@ -77,17 +79,18 @@ def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn
 class EvalPrompts:
     """Tokenized prompts of an evaluation set, and a method that completes them with the current model.
 
-    The model is in eval mode and computes no gradients. Dropout, gradient checkpointing, the tokenizer's padding side
-    and the random state of training are the same afterwards.
+    During sampling, the model is in eval mode and computes no gradients. Afterwards, dropout, gradient checkpointing, the
+    tokenizer's padding side and the random state of training are restored.
 
     Args:
-        trainer: Trainer with a tokenizer. The trainer's ``eval_dataset`` contains the prompts.
-        generation_config: Sampling settings; see `to_sampling`.
+        trainer: Trainer with a tokenizer and an ``eval_dataset`` with prompts.
+        generation_config: Sampling settings. See `to_sampling`.
         num_prompts: Number of rows to use, from the start of the dataset. None: all rows.
         dataset: Dataset to use instead of ``eval_dataset``.
 
     Raises:
-        ConfigError: There is no evaluation set or more than one, or it is a stream and ``num_prompts`` is None.
+        ConfigError: The evaluation set is missing, or contains several datasets. The error is also raised if the evaluation
+            set is a stream and ``num_prompts`` is None.
         DataError: A row has no prompt, or a prompt is so long that no completion fits into the context.
     """
 
@@ -106,7 +109,7 @@ class EvalPrompts:
         rows = _rows(trainer.eval_dataset if dataset is None else dataset, name, num_prompts)
         check_prompts(rows, name, self.tokenizer)
         self.rows = [{key: row[key] for key in PROMPT_COLUMNS if row.get(key) is not None} for row in rows]
-        # The trainer may be any trainer of transformers, whose config may not have this option.
+        # The trainer may be any trainer of transformers, so its config may lack this option.
         kwargs = getattr(trainer.args, "chat_template_kwargs", None)
         self.ids = tokenize_prompts(
             self.rows, self.tokenizer, chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None
@@ -117,7 +120,7 @@ class EvalPrompts:
 
     @property
     def prompts(self) -> list[Any]:
-        """Prompts as they are in the dataset."""
+        """Prompts in the form that the dataset contains."""
         return [row["prompt"] for row in self.rows]
 
     def _check_room(self, name: str) -> None:
@@ -131,7 +134,7 @@ class EvalPrompts:
                 )
 
     def complete(self) -> list[str]:
-        """Generate one completion per prompt. Every rank must call it, and every rank gets all completions in order."""
+        """Generate one completion per prompt. All ranks must call this method, and all ranks get all completions in order."""
         trainer = self.trainer
         accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size
         if self._engine is None:
@@ -140,7 +143,7 @@ class EvalPrompts:
             )
         share = -(-len(self.ids) // accelerator.num_processes)
         first = share * accelerator.process_index
-        # Indices of this rank's prompts. Even if there are none, the rank takes part in the collective operation below.
+        # Indices of this rank's prompts. A rank without prompts takes part in the collective operations too.
         mine = list(range(len(self.ids)))[first : first + share]
         texts: list[str] = []
         with torch.no_grad(), accelerator.autocast(), parallel.whole_parameters(trainer.model_wrapped, accelerator):
@@ -149,8 +152,8 @@ class EvalPrompts:
         return parallel.all_gather_objects(texts, accelerator)
 
     def _batch(self, indices: list[int]) -> list[str]:
-        # The seed of a batch is the same at every step, so that completions of different steps differ only because of the
-        # model.
+        # Use the same seed for a batch at every step, so that only the weights cause differences between completions of
+        # different steps.
         sampling = replace(self.sampling, seed=(self.sampling.seed or 0) + indices[0])
         assert self._engine is not None
         rollouts = self._engine.generate([Request(self.ids[i]) for i in indices], sampling)
@@ -183,7 +186,7 @@ def _rows(dataset: AnyDataset, name: str, num_prompts: int | None) -> datasets.D
 
 
 class LogCompletionsCallback(transformers.TrainerCallback):
-    """Completes evaluation prompts every ``freq`` steps, and logs the completions as a table that grows during
+    """Samples completions of evaluation prompts every ``freq`` steps, and logs them in a table that grows during
     training.
 
     Rows ``step, prompt, completion`` are appended to ``<output_dir>/logged_completions.jsonl``. The whole table is sent to the
@@ -193,7 +196,7 @@ class LogCompletionsCallback(transformers.TrainerCallback):
     Args:
         trainer: Trainer to which the callback is added.
         generation_config: Sampling settings of transformers (``max_new_tokens``, ``do_sample``, ``temperature``, ...).
-            None: the model's generation config, with up to 256 new tokens.
+            None: use the model's generation config and 256 new tokens.
         num_prompts: Number of rows to use, from the start of the dataset. None: all rows.
         freq: Number of optimizer steps between two samplings. None: the evaluation interval.
         dataset: Dataset to use instead of ``trainer.eval_dataset``.
@@ -222,7 +225,7 @@ class LogCompletionsCallback(transformers.TrainerCallback):
         self._attempts = Attempts()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Load the table of a resumed run. In a new run, move the table of an earlier run to another file."""
+        """Load the table of a resumed run. In a new run, rename the file of an earlier run's table."""
         self.table, self._last_step = [], -1
         path = Path(args.output_dir or ".") / FILE
         if not (state.is_world_process_zero and path.is_file()):
@@ -231,14 +234,14 @@ class LogCompletionsCallback(transformers.TrainerCallback):
             numbers = itertools.count(1)
             os.replace(path, next(p for n in numbers if not (p := path.with_stem(f"{path.stem}-{n}")).exists()))
             return
-        # Do not use splitlines, because completions can contain other line separators than \n.
+        # Do not use splitlines. It also splits at line separators other than \n, which completions can contain.
         rows = filter(None, map(read_line, path.read_text(encoding="utf-8", errors="replace").split("\n")))
         self.table = [row for row in rows if row["step"] <= state.global_step]
         with whole_file(path) as part:
             part.write_text("".join(map(_line, self.table)), encoding="utf-8")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Sample and log completions if ``freq`` steps have passed."""
+        """Sample and log completions every ``freq`` steps."""
         step = state.global_step
         if step == self._last_step or step % (self.freq or state.eval_steps or 1) != 0:
             return

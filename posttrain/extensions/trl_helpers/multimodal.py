@@ -1,5 +1,5 @@
-"""Collators for rows with images, and functions that convert messages with images. They have TRL's names and are for
-custom training loops. The trainers of this library do not use them.
+"""Collators for rows with images, and functions that convert messages with images. These helpers have TRL's names. They are
+for custom training loops, and the trainers of this library do not use them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from posttrain.values import strip_none
 class VisionCollator(Collator):
     """Base class of collators for raw rows with images. The rows are tokenized when the batch is built.
 
-    Rows have ``image`` or ``images``, or images inside their messages. Batches have the processor's image tensors in
-    addition to the tokens.
+    Rows have a column ``image`` or ``images``, or images inside their messages. Batches contain the token tensors and the
+    processor's image tensors.
     """
 
     processor: Any
@@ -39,18 +39,18 @@ class VisionCollator(Collator):
 
     @functools.cached_property
     def reader(self) -> PictureProcessor:
-        """The image processor that the trainers of this library use too."""
+        """The `PictureProcessor`, which the trainers of this library use too."""
         return PictureProcessor(self.processor)
 
     def _pieces(self, row: dict[str, Any], branches: Sequence[str]) -> list[tuple[str, list[Any]]]:
-        """Return text and images of a row's prompt, and of its answer in each of the ``branches``."""
+        """Return the texts and images of a row: those of the prompt, and those of the answer in each column of ``branches``."""
         return row_segments(row, self.reader, branches, "text")[0]
 
     def _read(
         self, examples: Sequence[Example], branches: Sequence[str] = ()
     ) -> tuple[list[list[Picture]], list[list[list[int]]]]:
-        """Return the images of each row, and the token ids of its prompt and answers. For a row with a document,
-        return the ids of the document's parts.
+        """Return the images of each row, and the token ids of its prompt and its answers. A row with a document has the
+        token ids of the document's parts instead.
         """
         if self.pad_to_multiple_of is not None and "prompt" in examples[0]:
             raise NotImplementedError(
@@ -71,8 +71,8 @@ class VisionCollator(Collator):
         return pictures, rows
 
     def _batch(self, rows: Sequence[Sequence[list[int]]], pictures: Sequence[list[Picture]] = ()) -> dict[str, Any]:
-        """Truncate rows to ``max_length``, pad them, and add the image tensors. A row is a list of token sequences in
-        which every second sequence is an answer.
+        """Truncate rows to ``max_length``, pad them, and add the image tensors. A row is a list of token sequences. Every
+        second sequence is an answer.
 
         Raises:
             DataError: Truncation would split an image.
@@ -89,26 +89,26 @@ class VisionCollator(Collator):
 
 
 def _ignoring(ids: Tensor, kept: Tensor) -> Tensor:
-    """Return labels ``(B, T)``: the token id where ``kept`` is 1, else -100."""
+    """Return labels ``(B, T)``. A label is the token id where ``kept`` is 1, else -100."""
     return ids.masked_fill(kept == 0, IGNORED)
 
 
 @dataclass
 class DataCollatorForVisionLanguageModeling(VisionCollator):
-    """Collate rows with images for supervised fine-tuning. Rows have ``messages``, text, or ``prompt`` and
+    """Collate rows with images for supervised fine-tuning. Rows contain ``messages``, a text, or ``prompt`` and
     ``completion``.
 
-    The batch has ``input_ids``, ``attention_mask`` and ``labels``, ``(B, L)``, and the processor's tensors of images.
+    The batch has ``input_ids``, ``attention_mask`` and ``labels``, all ``(B, L)``, and the processor's image tensors.
 
     Attributes:
         processor: Processor with an image processor.
-        max_length: Maximum number of tokens including images. It must not split an image. None: no limit.
+        max_length: Maximum number of tokens of a row, including image tokens. It must not split an image. None: no limit.
         completion_only_loss: Whether to exclude prompts from the loss.
-        pad_to_multiple_of: Round L up to a multiple of this number. Only for messages and texts.
-        dataset_text_field: Column with text.
-        assistant_only_loss: Whether only the assistant's turns contribute to the loss.
-        chat_template: Chat template that is used instead of the processor's.
-        return_tensors: Only ``pt`` is supported.
+        pad_to_multiple_of: Round L up to a multiple of this number. Not supported for rows with prompt and completion.
+        dataset_text_field: Name of the column with text.
+        assistant_only_loss: Whether the loss is restricted to the assistant's turns.
+        chat_template: Chat template that replaces the processor's chat template.
+        return_tensors: Must be ``pt``.
     """
 
     processor: Any
@@ -145,16 +145,17 @@ class DataCollatorForVisionLanguageModeling(VisionCollator):
 
 @dataclass
 class DataCollatorForVisionPreference(VisionCollator):
-    """Collate pairs with images for DPO. The first B rows are prompt and chosen, the next B rows prompt and rejected.
+    """Collate pairs with images for DPO. The first B rows of the batch contain prompts and chosen answers. The next B rows
+    contain the same prompts and rejected answers.
 
-    The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(2B, L)``, and the processor's image
-    tensors, twice for every prompt.
+    The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, all ``(2B, L)``, and the processor's image
+    tensors. The tensors of each image occur twice.
 
     Attributes:
         processor: Processor with an image processor.
-        max_length: Maximum number of tokens including images. It must not split an image. None: no limit.
-        pad_to_multiple_of: Not supported.
-        return_tensors: Only ``pt`` is supported.
+        max_length: Maximum number of tokens of a row, including image tokens. It must not split an image. None: no limit.
+        pad_to_multiple_of: Not supported, must be None.
+        return_tensors: Must be ``pt``.
     """
 
     processor: Any
@@ -170,18 +171,19 @@ class DataCollatorForVisionPreference(VisionCollator):
 
 @dataclass
 class DataCollatorForVisionUnpairedPreference(VisionCollator):
-    """Collate labeled answers with images for KTO. For the KL, each prompt is also combined with the previous row's
-    answer.
+    """Collate labeled answers with images for KTO. For the KL estimate, each prompt is also combined with the answer of the
+    previous row.
 
-    The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(B, L)``, the same with the prefix ``KL_``,
-    ``label (B,)`` bool, and the processor's tensors of images.
+    The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, all ``(B, L)``, ``label (B,)`` bool, and the
+    processor's image tensors. The keys ``KL_input_ids``, ``KL_attention_mask`` and ``KL_completion_mask`` contain the
+    mismatched sequences.
 
     Attributes:
         processor: Processor with an image processor.
-        max_length: Maximum number of tokens including images. It must not split an image. None: no limit.
-        calculate_kl: Whether to add mismatched sequences for the KL.
-        pad_to_multiple_of: Not supported.
-        return_tensors: Only ``pt`` is supported.
+        max_length: Maximum number of tokens of a row, including image tokens. It must not split an image. None: no limit.
+        calculate_kl: Whether to add mismatched sequences for the KL estimate.
+        pad_to_multiple_of: Not supported, must be None.
+        return_tensors: Must be ``pt``.
     """
 
     processor: Any
@@ -201,18 +203,18 @@ class DataCollatorForVisionUnpairedPreference(VisionCollator):
 
 @dataclass
 class DataCollatorForVisionLanguageChatML(VisionCollator):
-    """Collate prompts and completions with images for distillation. The batch has training sequences, and prompts for
-    sampling.
+    """Collate prompts and completions with images for distillation. The batch contains training sequences, and separate
+    prompts for sampling.
 
-    The batch has ``input_ids``, ``attention_mask``, ``labels`` (-100 on the prompt) and ``byte_offsets (B, L, 2)``, the
-    start and end in bytes of each loss token within its completion. The batch also has ``prompts`` and
-    ``prompt_attention_mask``, padded on the left, the texts ``original_prompt_text`` and ``original_completion_text``
-    without template, and the image tensors.
+    The training sequences are ``input_ids``, ``attention_mask`` and ``labels``, all ``(B, L)``. Labels are -100 on the
+    prompt. ``byte_offsets (B, L, 2)`` contains the start and end of each loss token within its completion, in bytes.
+    ``prompts`` and ``prompt_attention_mask`` are padded on the left. ``original_prompt_text`` and
+    ``original_completion_text`` are texts without the chat template. The batch also has the image tensors.
 
     Attributes:
         processor: Processor with an image processor.
-        max_length: Maximum number of tokens including images. It must not split an image. None: no limit.
-        return_tensors: Only ``pt`` is supported.
+        max_length: Maximum number of tokens of a row, including image tokens. It must not split an image. None: no limit.
+        return_tensors: Must be ``pt``.
     """
 
     processor: Any
@@ -236,8 +238,8 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
         }
 
     def _byte_offsets(self, labels: Tensor) -> Tensor:
-        """Compute the byte offsets ``(B, T, 2)`` of loss tokens. In a byte-level tokenizer, a token's string has one
-        character per byte.
+        """Compute the byte offsets ``(B, T, 2)`` of loss tokens for a byte-level tokenizer. The string of a token has one
+        character per byte in such a tokenizer.
         """
         pieces = self.processor.tokenizer.convert_ids_to_tokens
         sizes = [[0 if one == IGNORED else len(pieces([one])[0]) for one in row] for row in labels.tolist()]
@@ -256,7 +258,7 @@ def _message_text(value: object) -> str:
     return "\n".join(filter(None, ("\n".join(filter(None, one)) for one in texts)))
 
 
-# Roles whose text is converted to a text block. Messages with these roles cannot contain image placeholders.
+# Roles of messages whose text is converted to a text block, without adding image placeholders.
 WRAPPED = (
     "assistant",
     "system",
@@ -268,18 +270,18 @@ WRAPPED = (
 def prepare_multimodal_messages(
     messages: Sequence[dict[str, Any]], images: Sequence[Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Convert messages to lists of content blocks, with one block per image. The original messages are not changed.
+    """Convert the content of messages to lists of blocks, with one block per image. The original messages are not changed.
 
     If no message has a placeholder, placeholders for all images are added before the text of the first user message.
-    Images replace the placeholders in reading order. Blocks that already contain an image stay unchanged and are not
-    counted.
+    Images replace the placeholders in reading order. Blocks that contain an image already stay unchanged and are not
+    counted as placeholders.
 
     Args:
         messages: Messages whose content is text or blocks.
         images: Images for the placeholders. None: placeholders stay empty.
 
     Raises:
-        DataError: A role is unknown, a user message has no content, or the numbers of placeholders and images differ.
+        DataError: A role is unknown, a user message has no content, or there are more or fewer placeholders than images.
 
     >>> prepare_multimodal_messages([{"role": "user", "content": "What is it?"}], images=["cat"])
     [{'role': 'user', 'content': [{'type': 'image', 'image': 'cat'}, {'type': 'text', 'text': 'What is it?'}]}]
@@ -320,7 +322,7 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _without_none(block: dict[str, Any]) -> dict[str, Any]:
-    """Remove keys whose value is None. Arrow adds such keys to a block if other blocks of the column have them."""
+    """Remove keys whose value is None. Arrow adds such keys to a block if another block of the column has these keys."""
     return {key: value for key, value in block.items() if value is not None}
 
 
@@ -329,7 +331,7 @@ def _empty(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def prepare_multimodal_messages_vllm(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a deep copy in which image blocks have vLLM's type ``image_pil``.
+    """Return a deep copy of messages in which image blocks have vLLM's type ``image_pil``.
 
     >>> prepare_multimodal_messages_vllm([{"role": "user", "content": [{"type": "image", "image": "cat"}]}])
     [{'role': 'user', 'content': [{'type': 'image_pil', 'image_pil': 'cat'}]}]

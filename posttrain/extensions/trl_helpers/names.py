@@ -1,4 +1,4 @@
-"""Small utilities that scripts import from TRL. The trainers of this library do not need them."""
+"""Small utilities that scripts import from TRL. The trainers of this library do not use them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
-# A model id, a model with one output, or a function of prompts, completions and dataset columns (docs/rewards.md).
+# Reward function: a model id, a model with one output, or a function of prompts, completions and columns (docs/rewards.md).
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
-# A function of prompts and trainer that returns token ids and log-probs of completions (docs/environments.md).
+# Function of prompts and trainer that returns token ids and log-probs of completions (docs/environments.md).
 RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
 
 
@@ -30,35 +30,35 @@ class _Resettable(Protocol):
     def reset(self, **columns: Any) -> str | None: ...
 
 
-# A function that creates an environment. It is called once per completion. The environment's public methods are tools
+# Function that creates an environment for one completion. The public methods of the environment are tools
 # (docs/environments.md).
 EnvironmentFactory = Callable[[], _Resettable]
 
 
 class TRLExperimentalWarning(UserWarning):
-    """TRL's warning category for methods that may change. posttrain never emits this warning. The class exists so that
-    scripts with a filter for it still run.
+    """TRL's warning category for methods that may change. posttrain never emits this warning. The class only exists so that
+    scripts that filter this warning still run.
     """
 
 
 def decode_and_strip_padding(
     inputs: torch.Tensor, tokenizer: Tokenizer, attention_mask: torch.Tensor | None = None
 ) -> list[str]:
-    """Decode padded rows of token ids. Padding is removed. Special tokens and reasoning blocks are kept.
+    """Decode padded rows of token ids. Padding is removed, and special tokens and reasoning blocks are kept.
 
     Padding is removed at both ends of a row. A pad token between other tokens is kept. If the pad token is also the end
     token, pass ``attention_mask``, so that the end token is kept.
 
     Args:
-        inputs: (B, T) integer token ids.
-        tokenizer: Tokenizer.
-        attention_mask: (B, T), 1 for real tokens. None: use the tokenizer's pad token.
+        inputs: Integer token ids, ``(B, T)``.
+        tokenizer: Tokenizer of the token ids.
+        attention_mask: Mask ``(B, T)``, 1 for real tokens. None: all tokens except the pad token are real.
 
     Returns:
-        B texts.
+        One text per row.
 
     Raises:
-        ValueError: The shapes of mask and ids differ.
+        ValueError: ``attention_mask`` and ``inputs`` have different shapes.
     """
     if attention_mask is not None and attention_mask.shape != inputs.shape:
         raise ValueError(
@@ -75,12 +75,12 @@ def decode_and_strip_padding(
 
 
 def ensure_master_addr_port(addr: str | None = None, port: int | None = None) -> None:
-    """Set ``MASTER_ADDR`` and ``MASTER_PORT`` if the environment does not set them.
+    """Set the environment variables ``MASTER_ADDR`` and ``MASTER_PORT`` if they are not set.
 
     Args:
         addr: Host of rank 0. None: ``localhost``.
-        port: Port from 1 to 65535. If None or 0, the port of the environment is used. If the environment has no port, 0
-            or "auto", a free port is used.
+        port: Port from 1 to 65535. None or 0: use the port in ``MASTER_PORT``, or a free port if this variable is not set,
+            0 or "auto".
     """
     os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR") or addr or "localhost"
     named = os.environ.get("MASTER_PORT", "").strip()
@@ -90,7 +90,7 @@ def ensure_master_addr_port(addr: str | None = None, port: int | None = None) ->
 
 
 def init_zero_verbose() -> None:
-    """Configure logging: show only errors, format them with rich, and send Python's warnings to the log."""
+    """Configure logging: show only errors, format log records with rich, and send Python's warnings to the log."""
     logging.basicConfig(format="%(message)s", datefmt="[%X]", handlers=[RichHandler()], level=logging.ERROR)
     logging.captureWarnings(True)
     warnings.simplefilter("default")
@@ -98,7 +98,7 @@ def init_zero_verbose() -> None:
 
 @contextlib.contextmanager
 def profiling_context(trainer: Any, name: str) -> Iterator[None]:
-    """Measure the time of the block in seconds, and log it as ``profiling/Time taken: TrainerClass.name``.
+    """Measure the time of a ``with`` block in seconds, and log it as ``profiling/Time taken: TrainerClass.name``.
 
     Args:
         trainer: Any trainer of this library.

@@ -1,4 +1,4 @@
-"""Names of older TRL releases that scripts still import: `DataCollatorForCompletionOnlyLM`, `setup_chat_format` and others."""
+"""Names of older TRL releases that scripts still import, such as `DataCollatorForCompletionOnlyLM`, `setup_chat_format`."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def get_kbit_device_map() -> dict[str, int] | None:
 def setup_chat_format(
     model: Any, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
 ) -> tuple[Any, Any]:
-    """Add the ChatML template and its two tokens to a tokenizer, and resize the model's embedding.
+    """Add the ChatML template and its two special tokens to a tokenizer, and resize the model's embedding.
 
     Args:
         model: Language model. Modified in place.
-        tokenizer: Its tokenizer. Modified in place.
-        format: ``chatml``, the only format.
+        tokenizer: Tokenizer of the model. Modified in place.
+        format: Chat format. The only value is ``chatml``.
         resize_to_multiple_of: Round the number of embeddings up to a multiple of this number. None: as many embeddings
             as tokens.
 
@@ -70,19 +70,19 @@ def setup_chat_format(
 
 
 class DataCollatorForCompletionOnlyLM:
-    """Collator that masks all tokens except those after a response template, so that only answers have loss.
+    """Collator that masks the labels of all tokens except answers, so that only answers contribute to the loss.
 
-    With an instruction template, all answers of a conversation have loss. An answer is the text between a response
-    template and the next instruction template. Without an instruction template, only the text after the last response
-    template has loss.
+    An answer begins after a response template. With an instruction template, each answer ends at the next instruction
+    template, and all answers of a conversation contribute to the loss. Without an instruction template, the text after the
+    last response template is the only answer.
 
     Args:
-        response_template: Text or token ids at which an answer begins. Pass ids if the text is tokenized differently
-            within a conversation than alone.
+        response_template: Text or token ids after which an answer begins. Pass token ids if the tokenizer encodes the text
+            differently within a conversation.
         instruction_template: Text or token ids at which a user's turn begins.
         tokenizer: Tokenizer of the model.
         mlm: Must be False.
-        ignore_index: Label of tokens without loss.
+        ignore_index: Label of tokens that do not contribute to the loss.
 
     Shapes:
         ``input_ids``, ``attention_mask`` and ``labels`` of the result are ``(B, L)`` int64, padded on the right.
@@ -117,7 +117,7 @@ class DataCollatorForCompletionOnlyLM:
         )
 
     def trained(self, ids: Sequence[int]) -> list[bool]:
-        """Return one bool per token, which is True for tokens with loss."""
+        """Return one bool per token. It is True for tokens that contribute to the loss."""
         starts = [at + len(self.response) for at in _places(ids, self.response)]
         ends = [len(ids)] if self.instruction is None else [*_places(ids, self.instruction), len(ids)]
         spans = [
@@ -133,7 +133,7 @@ class DataCollatorForCompletionOnlyLM:
         return [any(start <= index < end for start, end in spans) for index in range(len(ids))]
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Pad rows with ``input_ids`` and add their labels."""
+        """Pad the ``input_ids`` of rows, and add labels and an attention mask."""
         rows = [torch.tensor(list(example["input_ids"])) for example in examples]
         kept = [torch.tensor(self.trained(ids.tolist())) for ids in rows]
         labels = [torch.where(keep, ids, self.ignore_index) for ids, keep in zip(rows, kept, strict=True)]

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def enable_gradient_checkpointing(model: nn.Module, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> Any:
-    """Enable activation checkpointing. Checkpointed layers need inputs with gradients, so gradients are also enabled
-    for the outputs of frozen embeddings.
+    """Enable activation checkpointing. Checkpointed layers need inputs that require gradients. Therefore, the outputs of
+    the embeddings require gradients afterwards, even if the embeddings are frozen.
 
     Args:
-        model: A transformers or peft model.
+        model: Transformers or peft model.
         gradient_checkpointing_kwargs: Arguments of `torch.utils.checkpoint`, such as ``use_reentrant``.
     """
     model.enable_input_require_grads()
@@ -45,8 +45,8 @@ def disable_gradient_checkpointing(
     """Disable activation checkpointing inside the context, and restore each layer's setting on exit.
 
     Args:
-        model: A transformers or peft model.
-        gradient_checkpointing_kwargs: Accepted for compatibility, but not used. On exit, each layer gets its previous
+        model: Transformers or peft model.
+        gradient_checkpointing_kwargs: Not used. Accepted for compatibility with TRL. On exit, each layer has its previous
             arguments.
     """
     bare = causal_lm(model)
@@ -65,10 +65,10 @@ def prepare_model_for_kbit_training(
     use_gradient_checkpointing: bool = True,
     gradient_checkpointing_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Freeze the parameters of a base model. If the model is quantized, also enable gradients for the embeddings'
-    outputs and, if requested, activation checkpointing.
+    """Freeze the parameters of a base model. With ``use_gradient_checkpointing``, also enable activation checkpointing and
+    gradients of the embeddings' outputs if the model is quantized.
 
-    No parameter is cast to float32. Norms in 16 bits need less memory, and adapters train equally well with them.
+    No parameter is cast to float32. Norms in 16 bits need less memory, and adapters train equally well with such norms.
     """
     for parameter in model.parameters():
         parameter.requires_grad = False
@@ -78,18 +78,19 @@ def prepare_model_for_kbit_training(
 
 
 def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: Any) -> Any:
-    """Prepare a quantized base model and add an adapter.
+    """Add an adapter to a base model. If the base model is quantized, freeze its parameters first.
 
-    If this function enables activation checkpointing, it sets ``args.gradient_checkpointing`` to False, so that the
-    trainer does not enable it again.
+    If ``args.gradient_checkpointing`` is True, this function enables activation checkpointing and sets the option to False,
+    so that the trainer does not enable it again.
 
     Args:
-        model: A base model, or a ``PeftModel`` to continue training (``peft_config`` must then be None).
-        peft_config: Config of the adapter. None: do not add one.
-        args: Config with ``gradient_checkpointing``, its kwargs and ``bf16``.
+        model: Base model, or a ``PeftModel`` whose training continues. ``peft_config`` must be None for a ``PeftModel``.
+        peft_config: Config of the adapter. None: do not add an adapter.
+        args: Training arguments with ``gradient_checkpointing``, ``gradient_checkpointing_kwargs`` and ``bf16``.
 
     Raises:
-        ArgumentTypeError: ``peft_config`` is not a peft config. ConfigError: The model already has an adapter.
+        ArgumentTypeError: ``peft_config`` is not a peft config.
+        ConfigError: The model already has an adapter.
     """
     import peft
 
@@ -109,8 +110,8 @@ def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: A
 
 
 def peft_module_casting_to_bf16(model: nn.Module) -> None:
-    """Cast float32 parameters to bfloat16 in place. Norms and DoRA magnitudes stay in float32, because their updates
-    are so small that bfloat16 would round them away.
+    """Cast float32 parameters to bfloat16 in place. Norms and DoRA magnitudes stay in float32, because bfloat16 would round
+    away their small updates.
     """
     norms = [name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
     for name, parameter in model.named_parameters():
@@ -126,12 +127,12 @@ def unwrap_model_for_generation(
     gather_deepspeed3_params: bool = True,
     generation_kwargs: dict[str, Any] | None = None,
 ) -> Iterator[Any]:
-    """Yield the unwrapped model with all of its parameters gathered and activation checkpointing disabled. On exit, the
-    previous state is restored.
+    """Yield the unwrapped model for generation. Its parameters are gathered, and activation checkpointing is disabled. On
+    exit, the previous state is restored.
 
     Args:
-        model: Model as wrapped by the trainer.
-        accelerator: Accelerator that wrapped it.
+        model: Model that the accelerator wrapped.
+        accelerator: Accelerator that wrapped the model.
         gather_deepspeed3_params: Whether to gather the shards of ZeRO-3 (or FSDP).
         generation_kwargs: Fields of the generation config that are set inside the context.
     """
@@ -153,7 +154,7 @@ def unwrap_model_for_generation(
 
 
 def empty_cache() -> None:
-    """Release unused memory of the accelerator, and run the garbage collector. On a CPU, only the garbage collector runs."""
+    """Release unused memory of the accelerator, and run the garbage collector. On a CPU, only run the garbage collector."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
@@ -166,16 +167,15 @@ def get_reward(
     context_length: int,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the scores of a sequence classifier at every token. Also return the scores at the last token of each
-    response.
+    """Compute the score of a sequence classifier at every token, and select the score at the last token of each response.
 
     Args:
-        model: Model with one output and a score head.
-        query_responses: ``(B, T)`` ids, with queries padded on the left and responses on the right.
-        pad_token_id: Pad token.
+        model: Sequence classifier with one label.
+        query_responses: Token ids ``(B, T)``. Queries are padded on the left, and responses are padded on the right.
+        pad_token_id: Id of the pad token.
         context_length: Number of columns of the padded queries in ``query_responses``.
-        attention_mask: ``(B, T)``, 1 for real tokens. None: all pad tokens count as padding. If the pad token is also
-            the eos token, pass the mask. Otherwise the final eos token would count as padding.
+        attention_mask: Mask ``(B, T)``, 1 for real tokens. None: all tokens except the pad token are real. If the pad token
+            is also the eos token, pass the mask. Otherwise, the final eos token would be treated as padding.
 
     Returns:
         Scores ``(B, T, 1)``, scores at the last tokens ``(B,)``, and positions of the last tokens ``(B,)``.

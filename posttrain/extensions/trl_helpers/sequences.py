@@ -23,7 +23,9 @@ def _is_sized(value: object) -> bool:
 
 
 def _rows(where: str, batch: Mapping[str, Any]) -> int | None:
-    """Return the number of rows that the entries of a batch have. Return None if no entry has rows."""
+    """Return the number of rows of a batch. All entries with rows must have the same number. Return None if no entry has
+    rows.
+    """
     size: int | None = None
     owner = ""
     for name, value in batch.items():
@@ -43,15 +45,16 @@ def _rows(where: str, batch: Mapping[str, Any]) -> int | None:
 
 
 def split_tensor_dict(tensor_dict: Mapping[str, Any], num_chunks: int) -> list[dict[str, Any]]:
-    """Split a batch into equal chunks along its rows.
+    """Split the rows of a batch into chunks of equal size.
 
     Args:
-        tensor_dict: Tensors ``(N, ...)`` and lists of length N are split. Scalars, 0-d tensors and None are copied to
-            every chunk.
-        num_chunks: Number of chunks, which must divide N.
+        tensor_dict: Batch. Tensors ``(N, ...)`` and lists of length N are split. Scalars, 0-d tensors and None are copied
+            to every chunk.
+        num_chunks: Number of chunks. It must divide N.
 
     Raises:
-        ConfigError: ``num_chunks`` is below 1. DataError: N is 0 or not divisible, or entries have different N.
+        ConfigError: ``num_chunks`` is below 1.
+        DataError: N is 0, ``num_chunks`` does not divide N, or entries have different N.
 
     >>> split_tensor_dict({"x": torch.arange(4), "y": None}, 2)
     [{'x': tensor([0, 1]), 'y': None}, {'x': tensor([2, 3]), 'y': None}]
@@ -77,11 +80,11 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Gener
     """Shuffle the rows of a batch with the same random permutation for every entry.
 
     Args:
-        seq_dict: Tensors ``(N, ...)`` and lists of length N. Scalars, 0-d tensors and None are not changed.
+        seq_dict: Batch with tensors ``(N, ...)`` and lists of length N. Scalars, 0-d tensors and None are not changed.
         generator: Random generator. None: torch's global generator.
 
     Raises:
-        DataError: Entries have different N.
+        DataError: Entries have different numbers of rows.
     """
     size = _rows("shuffle_sequence_dict", seq_dict)
     if size is None:
@@ -98,7 +101,7 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Gener
     return {name: shuffled(value) if _is_sized(value) else value for name, value in seq_dict.items()}
 
 
-# Columns that are removed in every conversion.
+# Columns of the original type that every conversion removes.
 JUDGED = ("chosen", "rejected", "completion", "completions", "label", "labels")
 ANSWERS = ("language-modeling", "prompt-completion", "prompt-only")
 # Maps each dataset type to the types it can be converted to.
@@ -112,7 +115,7 @@ CONVERSIONS = {
 
 
 def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_proc: int | None = None) -> Any:
-    """Convert a dataset to another type. Columns that do not belong to the original type are kept.
+    """Convert a dataset to another dataset type. Columns that do not belong to the original type are kept.
 
     | from | to |
     |---|---|
@@ -121,17 +124,17 @@ def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_
     | unpaired-preference | language-modeling, prompt-completion (rows whose label is true), prompt-only |
     | stepwise-supervision | language-modeling, prompt-completion (rows of good steps alone), unpaired-preference, prompt-only |
 
-    Conversion to unpaired-preference is only correct if every chosen answer is good and every rejected answer is bad.
+    Converting pairs to unpaired-preference assumes that every chosen answer is good and every rejected answer is bad.
 
     Args:
-        dataset: A ``Dataset``, a ``DatasetDict`` or their iterable versions.
-        to: Target type, with the names of `describe_dataset`.
-        separator: Separator between the steps of stepwise supervision when they are joined.
+        dataset: ``Dataset``, ``DatasetDict``, or the iterable version of either class.
+        to: Target type. The names are the type names that `describe_dataset` returns.
+        separator: Text between two steps when the steps of stepwise supervision are joined.
         num_proc: Number of processes.
 
     Raises:
         ConfigError: ``to`` is not a supported target type.
-        DataError: The dataset cannot be converted to this type, or no row remains because no answer is good.
+        DataError: The dataset cannot be converted to type ``to``, or no row remains because no answer is good.
 
     >>> pairs = datasets.Dataset.from_dict({"prompt": ["2+2="], "chosen": [" 4"], "rejected": [" 5"]})
     >>> convert_dataset(pairs, "prompt-completion")[0]
@@ -167,12 +170,12 @@ def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_
 
 
 def _is_good(row: Mapping[str, Any]) -> bool:
-    """Return whether a labeled answer is good."""
+    """Return whether the label of an answer is true, or the labels of all of its steps."""
     return bool(row["label"]) if "label" in row else all(row["labels"])
 
 
 def _convert(row: Mapping[str, Any], to: str, separator: str) -> dict[str, Any]:
-    """Return the columns of one row in the target type."""
+    """Return the columns that one row has in the target type."""
     row = maybe_convert_to_chatml(row)
     if "completions" in row:
         row |= {"completion": separator.join(row["completions"]), "label": all(row["labels"])}

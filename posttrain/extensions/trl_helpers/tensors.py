@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
-WHITEN_EPS = 1e-8  # Added to the variance, so that equal values do not cause a division by zero.
+WHITEN_EPS = 1e-8  # Constant that is added to the variance, so that equal values do not cause a division by zero.
 
 
 def pad(
@@ -24,16 +24,16 @@ def pad(
 
     Args:
         tensors: N tensors with the same number of dimensions (at least 1), dtype and device.
-        padding_value: Value of padding. The dtype must be able to represent it.
-        padding_side: ``left`` or ``right``, for the first dimension. Other dimensions are padded on the right.
+        padding_value: Padding value. The tensors' dtype must be able to represent this value.
+        padding_side: ``left`` or ``right``, for the first dimension. All other dimensions are padded on the right.
         pad_to_multiple_of: Round the first dimension up to a multiple of this number. None: no rounding.
 
     Returns:
-        ``(N, D0, D1, ...)`` in the dtype and on the device of the tensors.
+        A tensor ``(N, D0, D1, ...)`` with the dtype and device of the given tensors.
 
     Raises:
-        ConfigError: The side is unknown or the multiple is below 1. DataError: There are no tensors, or they do not
-            match.
+        ConfigError: ``padding_side`` is unknown, or ``pad_to_multiple_of`` is below 1.
+        DataError: ``tensors`` is empty, or the tensors' dimensions, dtypes or devices differ.
         ArgumentTypeError: An item is not a tensor.
 
     >>> pad([torch.tensor([1, 2, 3]), torch.tensor([4])], padding_value=9, padding_side="left")
@@ -81,7 +81,7 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
 
 
 def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) -> Tensor:
-    """Pad dimension ``dim`` on the right to ``length``. A tensor that is already longer is returned unchanged.
+    """Pad dimension ``dim`` on the right to ``length``. A tensor of this length or longer is returned unchanged.
 
     >>> pad_to_length(torch.tensor([[1, 2]]), 4, 0)
     tensor([[1, 2, 0, 0]])
@@ -95,21 +95,21 @@ def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) 
 
 
 def flush_left(mask: Tensor, *tensors: Tensor, fill_value: float | Sequence[float] = 0) -> Tensor | tuple[Tensor, ...]:
-    """Move the entries where the mask is 1 to the left of each row. Remove columns in which no row has an entry left.
+    """Move the entries whose mask is 1 to the left of each row. Remove the columns at the end that are empty in every row.
 
-    The order of entries does not change, and no entry where the mask is 1 is lost.
+    The order of the entries whose mask is 1 does not change.
 
     Args:
-        mask: ``(N, M)`` of 0 and 1, with any integer, floating-point or bool dtype.
-        *tensors: ``(N, M, ...)`` each, moved like the mask.
-        fill_value: Value of masked entries; one number for all tensors, or one per tensor.
+        mask: Mask ``(N, M)`` of 0 and 1, with any integer, floating-point or bool dtype.
+        *tensors: Tensors ``(N, M, ...)`` whose entries are moved with the mask.
+        fill_value: Value of entries whose mask is 0: one number for all tensors, or one number per tensor.
 
     Returns:
-        The mask ``(N, W)``, where W is the largest number of ones in a row. With tensors: the tuple ``(mask,
+        The moved mask ``(N, W)``. W is the largest number of ones in a row. With tensors, the result is the tuple ``(mask,
         *tensors)``.
 
     Raises:
-        DataError: The mask is not two-dimensional or has other values than 0 and 1, or shapes differ.
+        DataError: The mask is not two-dimensional or has other values than 0 and 1, or the shape of a tensor does not match.
 
     >>> flush_left(torch.tensor([[0, 1, 0, 1]]), torch.tensor([[7, 20, 7, 21]]))
     (tensor([[1, 1]]), tensor([[20, 21]]))
@@ -144,7 +144,7 @@ def flush_left(mask: Tensor, *tensors: Tensor, fill_value: float | Sequence[floa
 
 
 def first_true_indices(bools: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
-    """Return the index of the first true entry along the last axis, or the length of the axis if there is none.
+    """Return the index of the first true entry along the last axis, or the length of the axis if no entry is true.
 
     >>> first_true_indices(torch.tensor([[False, True, True], [False, False, False]]))
     tensor([1, 3])
@@ -158,15 +158,15 @@ def first_true_indices(bools: Tensor, dtype: torch.dtype = torch.long) -> Tensor
 def truncate_right(
     input_ids: Tensor, stop_token_id: int | Sequence[int] | Tensor, pad_token_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Keep each row up to and including its first stop token, and replace the rest by padding.
+    """Keep each row up to and including its first stop token, and replace all later tokens by padding.
 
     Args:
-        input_ids: ``(..., L)`` integer ids.
-        stop_token_id: One or several ids.
+        input_ids: Integer token ids, ``(..., L)``.
+        stop_token_id: One or several ids of stop tokens.
         pad_token_id: Id that replaces the tokens after the stop token. It may equal the stop token.
 
     Returns:
-        The ids, and a mask in their dtype with 1 for kept tokens. Ids and mask have the shape of ``input_ids``.
+        The truncated ids, and a mask that is 1 for kept tokens. Both have the shape and dtype of ``input_ids``.
 
     Raises:
         DataError: The list of stop tokens is empty.
@@ -186,8 +186,8 @@ def nanstd(tensor: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool
     """Compute the standard deviation of values that are not NaN: ``sqrt(n / (n - 1) * mean((x - mu)^2))``.
 
     Args:
-        tensor: Any shape. Integers are converted to the default floating-point dtype.
-        dim: Dimension or dimensions to reduce. None: all.
+        tensor: Tensor of any shape. Integers are converted to the default floating-point dtype.
+        dim: Dimension or dimensions to reduce. None: all dimensions.
         keepdim: Whether to keep reduced dimensions with size 1.
 
     Returns:
@@ -215,22 +215,22 @@ def _nan_extreme(tensor: Tensor, largest: bool) -> Tensor:
 
 
 def nanmin(tensor: Tensor) -> Tensor:
-    """Return the smallest value that is not NaN, or NaN if there is none."""
+    """Return the smallest value of a tensor that is not NaN. Return NaN if all values are NaN."""
     return _nan_extreme(tensor, largest=False)
 
 
 def nanmax(tensor: Tensor) -> Tensor:
-    """Return the largest value that is not NaN, or NaN if there is none."""
+    """Return the largest value of a tensor that is not NaN. Return NaN if all values are NaN."""
     return _nan_extreme(tensor, largest=True)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """Compute ``sum(v m) / sum(m)``. The result is NaN if the mask is empty. Values where the mask is 0 may be NaN.
+    """Compute the mean ``sum(v m) / sum(m)`` of values v with mask m. The result is NaN if all entries of the mask are 0.
 
     Args:
-        values: Any shape.
-        mask: Same shape; bool or weights.
-        axis: Dimension or dimensions to reduce. None: all.
+        values: Tensor of any shape. Values whose mask is 0 may be NaN.
+        mask: Mask or weights with the shape of ``values``.
+        axis: Dimension or dimensions to reduce. None: all dimensions.
 
     >>> masked_mean(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 1, 1, 0]))
     tensor(2.5000)
@@ -242,16 +242,16 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Compute the variance of the values where the mask is 1, times ``n / (n - 1)`` if ``unbiased``. It is 0 for a
-    single value.
+    """Compute the variance of the values whose mask is 1. With ``unbiased``, multiply it by ``n / (n - 1)``. The variance
+    of a single value is 0.
 
     Args:
-        values: Any shape.
-        mask: Same shape, values 0 and 1.
+        values: Tensor of any shape.
+        mask: Mask with the shape of ``values``. Its entries are 0 and 1.
         unbiased: Whether to apply Bessel's correction.
 
     Raises:
-        DataError: The mask is empty.
+        DataError: All entries of the mask are 0.
 
     >>> masked_var(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 1, 1, 0]))
     tensor(0.5000)
@@ -265,19 +265,19 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Compute ``(v - mean) / sqrt(var + 1e-8)``, where mean and variance are those of the values where the mask is 1.
+    """Compute ``(v - mean) / sqrt(var + 1e-8)``. Mean and variance are computed from the values whose mask is 1.
 
     Args:
-        values: Any shape.
-        mask: Same shape, values 0 and 1.
-        shift_mean: Whether to subtract the mean. False: only the scale changes.
+        values: Tensor of any shape.
+        mask: Mask with the shape of ``values``. Its entries are 0 and 1.
+        shift_mean: Whether to subtract the mean. False: only change the scale.
 
     Returns:
         Tensor with the shape of ``values``. If the mask selects only one value, ``values`` is returned unchanged,
         because the variance of one value is undefined.
 
     Raises:
-        DataError: The mask is empty.
+        DataError: All entries of the mask are 0.
     """
     variance = masked_var(values, mask)
     if mask.sum() < 2:
@@ -294,7 +294,7 @@ ACCELERATOR_CHUNK_BYTES = 256 * 2**20
 
 
 def _chunk_of(logits: Tensor, index: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute log-probs ``(n, K)`` and entropies ``(n,)`` of a chunk of logits ``(n, V)``, at least in float32."""
+    """Compute log-probs ``(n, K)`` and entropies ``(n,)`` of a chunk of logits ``(n, V)`` in float32 or a wider dtype."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     x = x - x.amax(-1, keepdim=True).detach()
     log_z = x.logsumexp(-1)
@@ -306,8 +306,8 @@ def _chunk_of(logits: Tensor, index: Tensor, temperature: float) -> tuple[Tensor
 def _in_chunks(
     logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs ``(N, K)`` and entropies ``(N,)`` chunk by chunk. The backward pass computes each chunk's
-    softmax again.
+    """Compute log-probs ``(N, K)`` and entropies ``(N,)`` chunk by chunk. The backward pass recomputes the softmax of each
+    chunk.
     """
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature} must be above 0: logits are divided by it.")
@@ -350,23 +350,24 @@ def selective_log_softmax(
     row_mask: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute ``logits[index] / T - logsumexp(logits / T)`` over the last axis. The result equals that of
-    ``log_softmax`` and ``gather``.
+    """Compute ``logits[index] / T - logsumexp(logits / T)`` over the last axis. The result equals ``log_softmax`` followed
+    by ``gather``, but needs less memory.
 
     Args:
-        logits: ``(..., V)`` floating-point logits.
-        index: ``(...)`` or ``(..., K)`` int64 in ``[0, V)``.
-        temperature: T, above 0.
-        row_mask: ``(...)``. Rows where it is false return 0 and get no gradient. The logits and indices of these rows
-            are not read.
+        logits: Floating-point logits, ``(..., V)``.
+        index: Selected token ids in ``[0, V)``, int64 ``(...)`` or ``(..., K)``.
+        temperature: Temperature T, above 0.
+        row_mask: Bool mask ``(...)``. Rows whose mask is False return 0 and get no gradient. Their logits and indices are
+            not read.
         out_dtype: Dtype of the result. None: the dtype of the logits. Use ``torch.float32`` for importance ratios,
             which are noisy in half precision.
 
     Returns:
-        Log-probs in nats with the shape of ``index``; ``-inf`` for a logit of ``-inf``.
+        Log-probs in nats with the shape of ``index``. A logit of ``-inf`` has the log-prob ``-inf``.
 
     Raises:
-        ConfigError: ``temperature`` is not above 0. DataError: The shapes do not match.
+        ConfigError: ``temperature`` is not above 0.
+        DataError: The shapes of the arguments do not match.
 
     >>> logits = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
     >>> selective_log_softmax(logits, torch.tensor([0, 1]))
@@ -384,13 +385,14 @@ def entropy_from_logits(
     row_mask: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute ``H = -sum_v p_v log p_v`` in nats, ``(...)``, with ``p = softmax(logits / T)``. A logit of ``-inf``
-    contributes 0.
+    """Compute the entropy ``H = -sum_v p_v log p_v`` in nats of ``p = softmax(logits / T)``. The result has the shape
+    ``(...)``. A logit of ``-inf`` contributes 0.
 
-    The computation processes ``chunk_size`` rows at a time. All other arguments are those of `selective_log_softmax`.
+    ``chunk_size`` is the number of rows per chunk. See `selective_log_softmax` for all other arguments.
 
     Raises:
-        ConfigError: ``chunk_size`` below 1, or ``temperature`` not above 0. DataError: The shapes do not match.
+        ConfigError: ``chunk_size`` is below 1, or ``temperature`` is not above 0.
+        DataError: The shapes do not match.
 
     >>> entropy_from_logits(torch.zeros(4))
     tensor(1.3863)
@@ -413,7 +415,7 @@ def selective_log_softmax_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Compute `selective_log_softmax` and `entropy_from_logits` in one pass over the logits.
 
-    With ``entropy_requires_grad=False``, the entropy has no gradient. Use it if the entropy is only logged.
+    With ``entropy_requires_grad=False``, the entropy has no gradient. Use this setting if the entropy is only logged.
     """
     logp, entropy = _in_chunks(logits, index, temperature, row_mask)
     entropy = entropy if entropy_requires_grad else entropy.detach()

@@ -28,24 +28,24 @@ PURPOSE = "WeaveCallback"
 class WeaveCallback(transformers.TrainerCallback):
     """Sample completions of the evaluation prompts after every evaluation, and log them to Weave.
 
-    Without scorers, each completion is logged as a trace. With scorers, each evaluation is logged as a Weave
-    evaluation: one prediction with scores per prompt, and a summary with ``total_predictions``,
-    ``successful_predictions`` and ``avg_<name>`` for every scorer. If a scorer or a prediction fails, the error is
-    logged, and the failure does not count in averages. Each call has the training step, the model's name and the
-    sampling settings as attributes. If the package weave is not installed, the callback only logs a warning.
+    Without scorers, each completion is logged as a trace. With scorers, each evaluation is logged as a Weave evaluation. It
+    has one prediction with scores per prompt, and a summary with ``total_predictions``, ``successful_predictions`` and
+    ``avg_<name>`` for every scorer. If a scorer or a prediction fails, the error is logged, and averages do not include it.
+    Each call has the training step, the model's name and the sampling settings as attributes. If the package weave is not
+    installed, the callback does nothing except logging a warning.
 
     Args:
-        trainer: Trainer that the callback is added to.
+        trainer: Trainer to which the callback is added.
         project_name: Project to log to if no Weave client exists yet. None: the project of the current wandb run.
-        scorers: Maps names to functions ``f(prompt, completion)`` that return a number or a bool.
-        generation_config: Sampling settings; see `LogCompletionsCallback`.
+        scorers: Mapping from names to functions ``f(prompt, completion)``, which return a number or a bool.
+        generation_config: Sampling settings. See `LogCompletionsCallback`.
         num_prompts: Number of rows to use, from the beginning of the dataset. None: all rows.
         dataset_name: Name of the dataset in Weave.
-        model_name: Name of the model in Weave. None: the last part of its id.
+        model_name: Name of the model in Weave. None: the last part of the model's path or Hub id.
         dataset: Dataset of prompts. None: ``trainer.eval_dataset``.
 
     Raises:
-        ConfigError: Training or evaluation begins without a Weave client, a project name, or a wandb run.
+        ConfigError: Training or evaluation begins, but there is no Weave client, no ``project_name`` and no wandb run.
         DataError: See `posttrain.extensions.trl_helpers.completions.EvalPrompts`.
 
     >>> trainer.add_callback(WeaveCallback(trainer, "team/runs", scorers={"length": lambda p, c: len(c)}))  # doctest: +SKIP
@@ -107,7 +107,7 @@ class WeaveCallback(transformers.TrainerCallback):
             logger.warning("Weave: step %d was not logged: %s: %s", state.global_step, type(error).__name__, error)
 
     def _connect(self) -> Any:
-        """Return the current Weave client. If there is none, create one."""
+        """Return the current Weave client. If there is no client, create one."""
         if self._client is not None:
             return self._client
         weave: Any = require("weave", PURPOSE)

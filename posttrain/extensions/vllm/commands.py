@@ -1,4 +1,6 @@
-"""`vllm_serve`: the command `posttrain vllm-serve`. Its modules are imported only when it runs."""
+"""The command `posttrain vllm-serve` as the function `vllm_serve`. The modules that implement it are imported when it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ import logging
 
 
 def vllm_serve(argv: list[str]) -> int:
-    """Start vLLM's own server with the options that training needs.
+    """Start vLLM's server with the options that training needs.
 
-    The server replaces this process, after a check that a trainer can push weights to this vLLM version.
+    First check that a trainer can push weights to the installed version of vLLM. Then the server replaces this process.
     """
     from posttrain.checks.machine import check_versions
     from posttrain.checks.registry import describe

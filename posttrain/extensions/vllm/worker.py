@@ -1,5 +1,5 @@
-"""Extension of vLLM's workers. It receives weights through shared memory and loads them like a checkpoint. This module
-can only be imported if vLLM is installed.
+"""Extension of vLLM's workers. It receives weights through shared memory, and loads them in the way in which vLLM loads a
+checkpoint. This module can only be imported if vLLM is installed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Reload:
     the model's checkpoint.
 
     Args:
-        model: Model of the worker.
-        config: ``VllmConfig``.
+        model: vLLM model of the worker.
+        config: vLLM's config, a ``VllmConfig``.
     """
 
     def __init__(self, model: nn.Module, config: PretrainedConfig) -> None:
@@ -50,10 +50,11 @@ class Reload:
         initialize_layerwise_reload(model)
 
     def load(self, pairs: Iterable[Pair]) -> None:
-        """Load some of the tensors. The tensors are copied, so the caller may overwrite them.
+        """Load a part of the tensors. The tensors are copied, so the caller may overwrite them afterwards.
 
         Raises:
-            ModelError: A name or a shape differs from vLLM's model. The update ends, and the weights stay incomplete.
+            ModelError: The name or shape of a tensor does not fit vLLM's model. The update ends, and the weights stay
+                incomplete.
         """
         try:
             self.loaded |= set(self.model.load_weights(pairs) or ())  # type: ignore[operator]
@@ -65,21 +66,23 @@ class Reload:
             ) from error
 
     def end(self) -> list[str]:
-        """Convert the weights to the layout of vLLM's kernels. Return the names of parameters that were not received."""
+        """End the update: convert the weights to the layout of vLLM's kernels. Return the names of parameters that were not
+        received.
+        """
         finalize_layerwise_reload(self.model, self.config.model_config)
         for module in self.model.modules():
-            # Convert the output layer too if it is tied to the embeddings. It receives no weights itself, so vLLM's CPU kernels
-            # would keep a converted copy of its old weights.
+            # Also convert the output layer if it is tied to the embeddings. It receives no weights itself, so vLLM's CPU
+            # kernels would otherwise keep a converted copy of its old weights.
             if hasattr(module, "cpu_linear") and type(module).__name__ == "ParallelLMHead":
                 module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
-        # Ignore adapter weights, because adapters are loaded separately. In a layer that supports adapters, the weights of the
+        # Ignore adapter weights, because adapters are loaded separately. In layers that support adapters, the weights of the
         # base model are stored under ``base_layer``.
         names = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters() if ".lora_" not in name}
         return sorted(names - {name.replace(".base_layer.", ".") for name in self.loaded})
 
 
 def reload(worker: Any, pairs: Iterable[Pair]) -> list[str]:
-    """Replace all weights of a worker's model with `Reload`. Return the names of parameters that were not received."""
+    """Replace all weights of a worker's model, using `Reload`. Return the names of parameters that were not received."""
     with set_current_vllm_config(worker.vllm_config):
         update = Reload(worker.model_runner.get_model(), worker.vllm_config)
         update.load(pairs)
@@ -88,16 +91,16 @@ def reload(worker: Any, pairs: Iterable[Pair]) -> list[str]:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Initialization message, which has no fields."""
+    """Initialization message. It has no fields."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Message with one bucket, or the message that all buckets were sent.
+    """Message of a weight update. It describes one bucket, or reports that all buckets were sent.
 
     Attributes:
-        path: Safetensors file of a bucket in shared memory.
-        checksum: Hash of the file's bytes.
+        path: Path of a bucket's safetensors file in shared memory.
+        checksum: Hash of the bytes of this file.
         complete: Whether all buckets were sent.
     """
 
@@ -107,8 +110,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Backend ``posttrain`` of vLLM's weight transfer. Buckets are read from shared memory, and the hash of each is
-    verified.
+    """Backend ``posttrain`` of vLLM's weight transfer. It reads buckets from shared memory, and verifies the hash of each
+    bucket.
     """
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
@@ -116,15 +119,15 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     _update: Reload | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Do nothing, because this backend needs no connection."""
+        """Do nothing, because shared memory needs no connection."""
 
     def start_weight_update(self) -> None:
-        """Begin an update. If an earlier update was not finished, end it first."""
+        """Begin a weight update. If an earlier update was not finished, end the earlier update first."""
         self.finish_weight_update()
         self._update = Reload(self.model, self.vllm_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Process a message with `receive_weights`. If it fails, the update ends."""
+        """Process a message with `receive_weights`. If an error occurs, end the update."""
         try:
             super().update_weights(update_info)
         except BaseException:
@@ -141,8 +144,8 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ModelError("no update was started.")
         if update_info.complete:
             update, self._update = self._update, None
-            # Reject an incomplete update. vLLM fuses several weights into one, and a part that was not received would contain
-            # uninitialized memory.
+            # Reject an incomplete update. vLLM fuses several weights into one parameter, so a weight that was not received
+            # would leave uninitialized memory in it.
             if missing := update.end():
                 raise ModelError(
                     f"vLLM still has old values of {len(missing)} weights: {', '.join(missing[:5])}. Fix: serve the model that "
@@ -150,24 +153,24 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 )
             return
         tensors = file_tensors(shared_path(update_info.path), update_info.checksum)
-        # Copy the tensors. vLLM keeps them until a layer is complete, and the next bucket may overwrite the file before that.
+        # Copy the tensors. vLLM stores them until a layer is complete, and the next bucket may overwrite the file before that.
         self._update.load((name, tensor.clone()) for name, tensor in tensors.items())
 
     def finish_weight_update(self) -> None:
-        """End the current update, if there is one."""
+        """End the current weight update, if an update was started."""
         update, self._update = self._update, None
         if update is not None:
             update.end()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Raise an error. vLLM 0.27 requires this method, but `posttrain.extensions.server.weight_sync.Pusher` sends
-        the weights.
+        """Raise an error. vLLM 0.27 requires this method, but `posttrain.extensions.server.weight_sync.Pusher` sends the
+        weights instead.
         """
         raise NotImplementedError("posttrain's trainer writes buckets to shared memory itself.")
 
     def shutdown(self) -> None:
-        """Do nothing, because there are no resources."""
+        """Do nothing, because this backend has no resources to release."""
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
@@ -178,7 +181,7 @@ def model_facts(config: PretrainedConfig) -> dict[str, Any]:
     """Return the properties of the server that a trainer compares with its own model.
 
     Args:
-        config: ``VllmConfig``.
+        config: vLLM's config, a ``VllmConfig``.
     """
     model, scheduler, transfer = config.model_config, config.scheduler_config, config.weight_transfer_config
     backend = None if transfer is None else transfer.backend
@@ -200,7 +203,7 @@ def model_facts(config: PretrainedConfig) -> dict[str, Any]:
         "checkpoint_names": True,
     }
     lora, replicas = config.lora_config, config.parallel_config.data_parallel_size
-    # Adapters can be loaded into a server with one replica only. `posttrain.extensions.vllm.engine.ADAPTED` lists the supported
+    # Adapters can only be loaded into a server with one replica. `posttrain.extensions.vllm.engine.ADAPTED` lists the supported
     # layers.
     if lora is not None and ADAPTERS_MAY_COME and replicas == 1 and lora.target_modules:
         facts |= {"adapter_rank": int(lora.max_lora_rank), "adapter_layers": sorted(lora.target_modules)}
@@ -210,7 +213,7 @@ def model_facts(config: PretrainedConfig) -> dict[str, Any]:
 
 
 class WorkerExtension:
-    """Extension of vLLM's workers. Importing this class registers the backend ``posttrain``."""
+    """Extension of vLLM's workers. Importing its module registers the backend ``posttrain``."""
 
     def posttrain_facts(self) -> dict[str, Any]:
         """Return the properties of the server's model."""
