@@ -43,7 +43,8 @@ def listed(value: object, where: str) -> list[Any]:
     """Convert a sequence, array or tensor to a list.
 
     Raises:
-        RolloutError: The value is not a sequence, e.g. None, text, a dict, a number or an array without dimensions.
+        RolloutError: The value cannot be converted, e.g. because it is None, text, a dict, a number or an array without
+            dimensions.
     """
     items = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(items, Sequence) or isinstance(items, str | bytes):
