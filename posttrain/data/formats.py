@@ -730,8 +730,8 @@ def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def shown_prompt(tokenizer: Tokenizer, ids: Sequence[int], placed: Sequence[Any]) -> str:
-    """Decode a prompt for display. The placeholder tokens of an image are replaced with a text such as ``[image 1: 640×480,
-    391 tokens, 12ab]``.
+    """Decode a prompt for display. The placeholder tokens of an image are replaced with a text such as
+    ``[image 1: 640×480, 391 tokens, 12ab]``.
     """
     pieces = shown_pieces(tokenizer, ids, [0] * len(ids), Row(list(ids), [], [], pictures=[list(placed)]))
     return "".join(text for text, _ in pieces)

@@ -418,8 +418,8 @@ def _pick(loaded: Any, spec: str, folder: Path) -> Any:
 def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
     r"""Load the datasets of a mixture and concatenate them. If ``test_split_size`` is set, split off test rows.
 
-    All ranks get the same test split. With fractions ``f``, dataset i contributes ``round(w_i N)`` rows, where ``w_i = f_i /
-    \sum f`` and ``N = \min_{w_i > 0} len_i / w_i``.
+    All ranks get the same test split. With fractions ``f``, dataset i contributes ``round(w_i N)`` rows, where
+    ``w_i = f_i / \sum f`` and ``N = \min_{w_i > 0} len_i / w_i``.
 
     Args:
         mixture_config: Datasets and their weights.

@@ -49,8 +49,8 @@ _spawning = threading.Lock()
 
 
 class WithoutMain(SpawnContext):
-    """Spawn context whose processes do not run the main script again. The script may have no ``if __name__ ==
-    "__main__"`` guard.
+    """Spawn context whose processes do not run the main script again. The script may have no ``if __name__ == "__main__"``
+    guard.
     """
 
     Process = _WithoutMain

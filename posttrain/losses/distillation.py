@@ -126,8 +126,8 @@ def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def with_tail(logp: Tensor) -> Tensor:
-    """Append the log-prob of all other token ids together to the log-probs of k selected ids: ``(..., k)`` becomes ``(..., k
-    + 1)``.
+    """Append the log-prob of all other token ids together to the log-probs of k selected ids: ``(..., k)`` becomes
+    ``(..., k + 1)``.
 
     The logarithm of the total probability of the selected ids is limited to -1e-7. The probability of the appended category
     is therefore at least about 1e-7.

@@ -140,8 +140,8 @@ def mean_logp(logp: Tensor, length: Tensor) -> Tensor:
 
 
 def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tensor, *, alpha: float) -> Tensor:
-    """Sum the log-probs of each sequence, with the weight ``alpha`` for tokens beyond a limit (LD-DPO). The sum is ``sum_{k
-    <= limit} l_k + alpha sum_{k > limit} l_k``.
+    """Sum the log-probs of each sequence, with the weight ``alpha`` for tokens beyond a limit (LD-DPO). The sum is
+    ``sum_{k <= limit} l_k + alpha sum_{k > limit} l_k``.
 
     Args:
         logp: ``(B, T)`` log-probs of the policy or of the reference.
@@ -168,8 +168,8 @@ def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tenso
 
 
 def collision_logp(logits: Tensor) -> Tensor:
-    """Compute the logarithm of the probability that two sampled tokens are equal. For logits ``z (..., V)``, it is ``log
-    sum_v p_v^2 = lse(2 z) - 2 lse(z)``.
+    """Compute the logarithm of the probability that two sampled tokens are equal. For logits ``z (..., V)``, it is
+    ``log sum_v p_v^2 = lse(2 z) - 2 lse(z)``.
     """
     return (2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)
 

@@ -331,8 +331,8 @@ def geometric_ratio(
     epsilon: float,
     epsilon_high: float,
 ) -> Tensor:
-    """Compute GMPO's ratio ``c_i = exp(mean_t d'_t)`` of each sequence, ``(S,)``. The clipped log-ratio ``d'`` is ``min(d,
-    eps_high)`` if A > 0, and ``max(d, -eps)`` otherwise.
+    """Compute GMPO's ratio ``c_i = exp(mean_t d'_t)`` of each sequence, ``(S,)``. The clipped log-ratio ``d'`` is
+    ``min(d, eps_high)`` if A > 0, and ``max(d, -eps)`` otherwise.
 
     Args:
         log_ratio: ``(B, T)`` token log-ratios d.

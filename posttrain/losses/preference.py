@@ -226,9 +226,9 @@ def aot(
     """Compute the AOT loss: `smoothed_sigmoid` of the policy's sorted differences of log-probs minus the reference's sorted
     differences.
 
-    The loss increases the i-th value of ``u = sort(log pi+ - log pi-)`` relative to the i-th value of ``v = sort(log rho+ -
-    log rho-)``. If every value of u exceeds the value of v, the distribution of u dominates the distribution of v (first-order
-    stochastic dominance).
+    The loss increases the i-th value of ``u = sort(log pi+ - log pi-)`` relative to the i-th value of
+    ``v = sort(log rho+ - log rho-)``. If every value of u exceeds the value of v, the distribution of u dominates the
+    distribution of v (first-order stochastic dominance).
 
     Args:
         chosen_logp: ``(P,)`` policy's log-probs of chosen completions.

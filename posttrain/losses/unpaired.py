@@ -1,7 +1,7 @@
 """Losses on single completions that are labeled good or bad: KTO, APO, and BCO.
 
-The arguments of every function are tensors ``(S,)`` with one number per completion. L is the log-ratio ``log pi(y) - log
-rho(y)``, summed over tokens.
+The arguments of every function are tensors ``(S,)`` with one number per completion. L is the log-ratio
+``log pi(y) - log rho(y)``, summed over tokens.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class Moments:
 def update_moments(moments: Moments, mean: float, var: float, count: float) -> Moments:
     """Update the running moments with the rewards of a new batch.
 
-    The formulas are ``D = mean_b - mean``, ``N = n + n_b``, ``mean += D n_b / N`` and ``var = (var_b n_b + var n + D^2 n n_b
-    / N) / N``.
+    The formulas are ``D = mean_b - mean``, ``N = n + n_b``, ``mean += D n_b / N`` and
+    ``var = (var_b n_b + var n + D^2 n n_b / N) / N``.
 
     Args:
         moments: Moments of all previous rewards.

@@ -172,8 +172,8 @@ class _Ahead:
         self.grad = expected.to(logp.dtype) if isinstance(expected, Tensor) else torch.ones_like(logp)
 
     def write(self, part: slice, e: Tensor, z: Tensor, targets: Tensor, out: Tensor) -> None:
-        """Write the gradient of the logits of n tokens to ``out (n, V)``. The softmax of the logits is ``e / z``, with ``e
-        (n, V)`` and ``z (n,)``. ``out`` may be the same tensor as ``e``.
+        """Write the gradient of the logits of n tokens to ``out (n, V)``. The softmax of the logits is ``e / z``, with
+        ``e (n, V)`` and ``z (n,)``. ``out`` may be the same tensor as ``e``.
         """
         if isinstance(self.expected, TokenLoss):
             self.grad[part] = self.expected[part].gradient(self.logp[part])

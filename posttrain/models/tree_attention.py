@@ -251,8 +251,8 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Compute tree attention with one call of torch's flash operator for CPUs per part. Return the output ``(B, heads, T,
-    d)`` and the log-sum-exp ``(B, heads, T)``.
+    """Compute tree attention with one call of torch's flash operator for CPUs per part. Return the output
+    ``(B, heads, T, d)`` and the log-sum-exp ``(B, heads, T)``.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)
