@@ -1,7 +1,7 @@
 """Post-training of transformer language models.
 
-All public names can be imported from this package. They are loaded on first use, so ``import posttrain`` does not import
-torch.
+All public names can be imported from this package. Public names are loaded on first use, so ``import posttrain`` does not
+import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 # virtual machine.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-# Public names, grouped by module. They are read from the stub file that type checkers read too.
+# Public names, grouped by module. Python code and type checkers read the names from the same stub file.
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _PUBLIC = {
     alias.name: str(node.module) for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names

@@ -76,8 +76,8 @@ def accepting(init: Callable[..., None]) -> Callable[..., None]:
         try:
             init(self, *args, **kwargs)
         except ValueError:
-            # An option value of an older release may have caused the error. If there is one, convert it and try a second
-            # time.
+            # An option value of an older release may have caused the error. If the arguments contain an old value, convert
+            # it and call the constructor a second time.
             given = dict(zip(known, args, strict=False)) | kwargs
             present = importlib.import_module("posttrain.compat.old_values").converted(type(self), given)
             if present is None:
@@ -151,11 +151,11 @@ def read_mapping(name: str, value: object) -> Any:
 def check_fields(config: Any, *, beside: type) -> None:
     """Raise an error for the first config field whose value has the wrong type or is out of range.
 
-    Contents of lists and mappings are not checked. The code that uses these contents checks them.
+    Contents of lists and mappings are not checked. The code that uses the contents of lists and mappings checks them.
 
     Args:
         config: A dataclass.
-        beside: Base class of the config. Its fields are skipped, except fields for mappings.
+        beside: Base class whose fields are not checked, except fields for mappings.
 
     Raises:
         ConfigError: A value is invalid. The message contains the field, its value, the allowed values and its purpose.

@@ -92,8 +92,8 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 
     def __init__(self) -> None:
         self._items: dict[str, Metric] = {}
-        # Values that were appended to names to which no metric was added. They are stored individually, so that they can be
-        # read.
+        # Values that were appended to names to which no metric was added. Appended values are stored individually, so that
+        # callers can read them.
         self._appended: dict[str, list[float]] = {}
 
     def __getitem__(self, name: str) -> Series:
@@ -138,7 +138,9 @@ class MetricBuffer(MutableMapping[str, "Series"]):
         return values
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
-        """Merge metrics into the buffer. If a name exists, its reduction is kept."""
+        """Merge metrics into the buffer. If the buffer already has a metric of the same name, the reduction of that metric is
+        used.
+        """
         for name, metric in metrics.items():
             known = self._items.get(name)
             self._items[name] = metric if known is None else _merge(known, metric)
@@ -158,8 +160,8 @@ class MetricBuffer(MutableMapping[str, "Series"]):
         """Reduce all metrics to plain numbers, and empty the buffer.
 
         Args:
-            all_gather: Function that concatenates the lists ``[(name, reduction, value, weight)]`` of all ranks. It is called
-                once, and ranks may have metrics of different names. None: a single process.
+            all_gather: Function that concatenates the lists ``[(name, reduction, value, weight)]`` of all ranks. The function
+                is called once, and ranks may have metrics of different names. None: a single process.
         """
         numbers = iter(_on_host([number for m in self._items.values() for number in (m.value, m.weight)]))
         rows = [(name, m.reduction, next(numbers), next(numbers)) for name, m in self._items.items()]

@@ -92,8 +92,9 @@ class Row:
         loss_masks: One list per completion. The entries are 1 for trained tokens and 0 for other tokens.
         sequence_columns: Columns with one number per completion, e.g. ``{"advantages": [0.5, -0.5]}``.
         token_columns: Columns with one number per completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
-        model_kwargs: Additional arguments of the model's forward method, such as images. They are passed on unchanged.
-        prompt_mask: Mask that is 1 for trained prompt tokens. They are trained once, regardless of the number of completions.
+        model_kwargs: Additional arguments of the model's forward method, such as images, which are passed on unchanged.
+        prompt_mask: Mask that is 1 for trained prompt tokens. A prompt token is trained only once, regardless of the number
+            of completions.
             None: no prompt token is trained.
         pictures: Lists of images. The first list contains the images of the prompt, and each further list those of one
             completion. The attribute ``start`` of an image is the index of its first placeholder token. Empty: no images.
@@ -200,7 +201,7 @@ class Batch:
         ref_logp: ``(B, T)`` float32 log-probs under the reference.
         rollout_logp: ``(B, T)`` float32 log-probs from the sampling engine.
         expected_grad: Gradient ``(B, T)`` of the loss with respect to the log-probs, if it is known before the forward
-            pass. It can be a `TokenLoss` if the loss of each token depends only on the token's own log-prob.
+            pass. The gradient can be a `TokenLoss` if the loss of each token depends only on the token's own log-prob.
         columns: Additional per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name, e.g. labels, margins and weights.
         model_kwargs: Additional arguments of the model's forward method, which are passed on unchanged.
         pictures: Tuples of row, column of the first placeholder, and image, in column order.
@@ -300,7 +301,9 @@ class Batch:
 
     @property
     def num_sequence_tokens(self) -> int:
-        """Number of tokens of all sequences, counting a shared prompt once per sequence. It is logged as ``num_tokens``."""
+        """Number of tokens of all sequences, counting a shared prompt once per sequence. The metric ``num_tokens`` is
+        computed from this number.
+        """
         return sum(leaf.length for leaf in self.leaves)
 
     @property
@@ -369,7 +372,7 @@ class ModelOutputs:
         mean_logit: ``(B, T)`` mean over the vocabulary of the logits that predict a token; 0 outside ``loss_mask``.
         collision: ``(B, T)`` ``log sum_v p_v^2`` of the distribution that predicts a token; 0 outside ``loss_mask``.
         log_mass: ``(B, T)`` logarithm of the total probability of all tokens that the sampler's truncation keeps. The sampled
-            token is always included. It has no gradient.
+            token is always included. ``log_mass`` has no gradient.
         scores: ``(S,)`` reward-model scores.
         values: ``(B, T)`` value-head outputs.
         logits: ``(N, V)`` logits of trained tokens in ``loss_mask`` order. None if they were not requested.
@@ -461,7 +464,7 @@ class Truncation:
         top_k: Keep the k most likely tokens; 0 is off.
         top_p: Keep the smallest set with this probability mass; 1 is off.
         min_p: Drop tokens below this share of the most likely token's probability; None or 0 is off.
-        never: Ids that are never sampled. Probabilities of other tokens are computed without them.
+        never: Ids that are never sampled. Probabilities of all other tokens are computed without these ids.
     """
 
     top_k: int = 0
@@ -584,8 +587,8 @@ class Request:
     settings of the engine's call.
 
     ``pictures`` are the images of the prompt, for engines that support them (`Capabilities.pictures`); see `Prompt`.
-    The last ``written`` tokens of the prompt are the beginning of an interrupted completion. Stop strings and guides
-    take these tokens into account.
+    The last ``written`` tokens of the prompt are the beginning of an interrupted completion. Stop strings and guides take the
+    ``written`` tokens into account.
     """
 
     prompt_ids: Sequence[int]

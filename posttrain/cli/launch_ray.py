@@ -10,8 +10,8 @@ from typing import Literal
 from posttrain.cli.parser import PosttrainArgumentParser, load_config, split_config
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_fields, option
 
-# Environment variable that the launcher sets for the trainer process. It prevents the trainer process from starting a second
-# launcher.
+# Environment variable that the launcher sets for the trainer process. The variable prevents the trainer process from
+# starting a second launcher.
 STARTED = "POSTTRAIN_STARTED_BY_RAY"
 
 
@@ -53,8 +53,8 @@ class RayArguments:
 
 
 def is_wanted(argv: Sequence[str]) -> bool:
-    """Return whether this process must start a launcher. This is the case if the command line or config file sets
-    ``launcher`` and the process was not started by a launcher.
+    """Return whether this process must start a launcher. A launcher is needed if the command line or config file sets
+    ``launcher``, unless a launcher has started this process.
     """
     rest, path = split_config(argv)
     named = any(token.split("=")[0] == "--launcher" for token in rest)

@@ -105,7 +105,7 @@ OPTIONAL = (
 
 
 def environment() -> str:
-    """Return text for a bug report. It contains the software and hardware as in a run's manifest, optional packages, and
+    """Return text for a bug report. The text lists software and hardware as in a run's manifest, optional packages, and
     incompatible versions.
     """
     from posttrain.checks.machine import installed_version, verdict

@@ -51,8 +51,8 @@ MOST_USED = (
     "resume_from_checkpoint", "max_hours", "preflight", "warmup_steps", "lr_scheduler_type", "bf16", "gradient_checkpointing",
     "seed",
 )  # fmt: skip
-# Descriptions of frequently used options of transformers.TrainingArguments. They are shorter than transformers'
-# descriptions.
+# Descriptions of frequently used options of transformers.TrainingArguments. The descriptions are shorter than those of
+# transformers.
 COMMON = {
     "output_dir": "Folder of the run, with checkpoints, metrics and the trained model.",
     "max_steps": "Number of optimizer steps. Overrides num_train_epochs.",
@@ -105,8 +105,8 @@ def _nodes() -> dict[str, ast.AST]:
 
 
 def _unread(node: ast.ClassDef) -> set[str]:
-    """Return the names in the argument ``unread`` of a config's decorator. They are inherited options that the method does
-    not use.
+    """Return the names in the argument ``unread`` of a config's decorator. ``unread`` lists inherited options that the method
+    does not use.
     """
     calls = [call for call in node.decorator_list if isinstance(call, ast.Call)]
     given = [word.value for call in calls for word in call.keywords if word.arg == "unread"]
@@ -239,7 +239,7 @@ COMPLETION = """# posttrain: add `eval "$(posttrain completion {shell})"` to the
 }}
 complete {filenames}-F _posttrain posttrain
 """
-# bash's completion in zsh uses `compdef`. It is undefined unless zsh's startup file has initialized completion.
+# bash's completion in zsh uses `compdef`. `compdef` is undefined unless zsh's startup file has initialized completion.
 ZSH = """(( $+functions[compdef] )) || { autoload -U compinit && compinit }
 autoload -U +X bashcompinit && bashcompinit
 """

@@ -88,7 +88,7 @@ class PosttrainArgumentParser(HfArgumentParser):
             if hint in (bool, bool | None) and f"--no_{action.dest}" not in self._option_string_actions:
                 flags = dict.fromkeys((f"--no_{action.dest}", f"--no-{action.dest.replace('_', '-')}"))
                 self.add_argument(*flags, action="store_false", dest=action.dest, default=SUPPRESS, help=SUPPRESS)
-        # Exclude report_to. Its type allows None, but transformers raises an error for None.
+        # Exclude report_to, because transformers raises an error for report_to=None although the type allows None.
         self.optional = {name for name, hint in hints.items() if type(None) in typing.get_args(hint)} - {"report_to"}
         self.fields = {item.name: item for kind in types for item in dataclasses.fields(kind) if item.init}
         self.kinds = types

@@ -20,8 +20,8 @@ CRASH = "Fatal Python error"  # Text that `faulthandler` writes at the beginning
 
 
 class _Both:
-    """Replacement of `sys.stderr` that writes to the original stream and to a file. It has all attributes of the original
-    stream.
+    """Replacement of `sys.stderr` that writes to the original stream and to a file. The replacement has all attributes of the
+    original stream.
     """
 
     def __init__(self, shown: TextIO, file: TextIO) -> None:
@@ -86,7 +86,7 @@ class Failure:
 
     Attributes:
         rank: Rank of the process.
-        code: Exit code. It is 128 plus the signal number if a signal ended the process.
+        code: Exit code of the process, or 128 plus the signal number if a signal ended the process.
         tail: Last lines of the process's stderr.
     """
 
@@ -111,7 +111,8 @@ def first_failure(folder: Path, code: int) -> Failure | None:
 
     Args:
         folder: Folder in which processes stored their codes and stderr.
-        code: Exit code of the launcher. It is reported for a process that crashed before it could store its own exit code.
+        code: Exit code of the launcher. The launcher's code is reported for a process that crashed before it could store its
+            own exit code.
     """
     # A process that was killed is the first failure, because other processes fail only as a consequence.
     for path in sorted(folder.glob("*.signal")):

@@ -172,7 +172,7 @@ LOGGERS_SHOWN = ("posttrain.loop.prompts", "posttrain.loop.reward_watch", "postt
 class ScriptArguments:
     """Arguments that select the dataset."""
 
-    # This option of older releases is an attribute, because scripts still read it.
+    # Scripts still read this option of older releases, so the class has an attribute of its name.
     gradient_checkpointing_use_reentrant: ClassVar[bool] = False
 
     dataset_name: str | None = option(None, "Hub id of a dataset, a folder, or a .jsonl, .json, .csv or .parquet file.")
@@ -259,7 +259,7 @@ def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
         # Options of the config file come first, so that options of the command line override them.
         rest, flags = _accelerate_shortcut(strings)
         launch.extend(flags + _launch_flags(rest, name))
-        # Hide accelerate's warnings about these options, because the launch logs them later.
+        # Hide accelerate's warnings about launch options, because the launch itself logs them later.
         with with_attributes(logging.getLogger("accelerate.commands.launch"), {"disabled": True}):
             processes = launched(launch)[0] if launch and "LOCAL_RANK" not in os.environ else 0
         token = LAUNCHED.set(processes)
@@ -286,7 +286,8 @@ def run(name: str, argv: list[str]) -> int:
     for shown in LOGGERS_SHOWN:
         logging.getLogger(shown).setLevel(logging.INFO)
     for library in ("transformers", "huggingface_hub", "datasets", "accelerate"):
-        # Remove the log handlers of libraries. They would write each line a second time and overwrite progress bars.
+        # Remove the log handlers of libraries. These handlers would write each log line a second time and overwrite progress
+        # bars.
         logging.getLogger(library).handlers, logging.getLogger(library).propagate = [], True
     return INTERRUPTED if train(name, *parsed) else 0
 
@@ -324,7 +325,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         raise
     interrupted = trainer.interrupt.requested
     if interrupted and trainer.state.global_step < trainer.state.max_steps:
-        # Do not save the partially trained model as the result. It is already saved as a checkpoint.
+        # Do not save the partially trained model as the result, because it is already saved as a checkpoint.
         return True
     trainer.save_model(config.output_dir)
     if config.push_to_hub and not interrupted:
@@ -474,7 +475,7 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
 
     parser = launch_command_parser()
     known = {option for action in parser._actions for option in action.option_strings}
-    # Remove options of the Ray launcher. Commands such as ``check`` receive them as part of the training command.
+    # Remove options of the Ray launcher. Commands such as ``check`` receive these options as part of the training command.
     if "--launcher" in rest:
         rest = launch_ray.other_options(rest)
     fields = parser_for(name).fields
@@ -514,8 +515,8 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
 
     again = {}
     if any(token.startswith(("--max_restarts", "--max-restarts")) for token in launch):
-        # Restarted processes must not share the old store. It may still contain addresses of killed processes, to which the
-        # new processes would try to connect.
+        # Restarted processes must not share the old store. The old store may still contain addresses of killed processes, to
+        # which the new processes would try to connect.
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
     launch = with_multi_gpu(launch)

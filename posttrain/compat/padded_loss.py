@@ -47,7 +47,7 @@ class PaddedInputs(dict):
     Attributes:
         batch: The batch, with one sequence per row.
         order: (R,) row of ``batch`` from which each row of the dict was created.
-        made: Copies of the original tensors. They are needed to detect changes by a subclass.
+        made: Copies of the original tensors, which are compared with the dict to detect changes by a subclass.
     """
 
     def __init__(self, batch: Batch, order: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -70,8 +70,8 @@ class PaddedInputs(dict):
 
 
 class PaddedOutputs:
-    """Outputs that ``super().compute_loss(..., return_outputs=True)`` returns. They are the model outputs of this library,
-    with the additional fields ``logits`` and ``loss`` as in TRL.
+    """Outputs that ``super().compute_loss(..., return_outputs=True)`` returns. This object wraps the model outputs of this
+    library and adds the fields ``logits`` and ``loss`` of TRL.
 
     Attributes:
         loss: The loss that ``compute_loss`` returned.
@@ -284,11 +284,11 @@ def _call(method: Callable[..., Any], model: nn.Module, inputs: object, items: o
 
 
 class BeforeUser(Trainer):
-    """Class before the user's class in the method resolution order. It converts batches to `PaddedInputs`."""
+    """Class before the user's class in the method resolution order. This class converts batches to `PaddedInputs`."""
 
     @property
     def own_loss(self) -> bool:
-        """Whether the user defines the loss. It is always True, so that evaluation uses the user's loss too."""
+        """Whether the user defines the loss. The value is always True, so that evaluation uses the user's loss too."""
         return True
 
     def _choose_layout(self, model: nn.Module) -> Any:
@@ -307,7 +307,8 @@ class BeforeUser(Trainer):
         return inputs
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Call the subclass's `get_batch_samples`. It must call ``super()``, which counts the items of the step.
+        """Call the subclass's `get_batch_samples`, which must call ``super()``, because ``super()`` counts the items of the
+        step.
 
         Raises:
             ConfigError: The subclass's `get_batch_samples` does not call ``super()``.
@@ -356,8 +357,8 @@ class BeforeUser(Trainer):
 
     @property
     def _passes_of_mean(self) -> float:
-        """Divisor of the subclass's loss. It is 1 if the loss is already scaled for the whole step. Otherwise, it is the
-        number of micro-batches.
+        """Divisor of the subclass's loss. The divisor is 1 if the loss is already scaled for the whole step, and otherwise
+        the number of micro-batches.
         """
         passes = max(self.denominators.passes / self.denominators.world_size, 1.0)
         if user_override(type(self), "loss_is_scaled_for_ga"):  # A flag of transformers.
@@ -384,8 +385,8 @@ class BeforeUser(Trainer):
 
 
 class BehindUser(Trainer):
-    """Class after the user's class in the method resolution order. ``super()`` calls in the user's class reach this class. It
-    accepts TRL's inputs and returns TRL's results.
+    """Class after the user's class in the method resolution order. ``super()`` calls in the user's class reach this class,
+    which accepts TRL's inputs and returns TRL's results.
     """
 
     _whole: Denominators
@@ -406,8 +407,8 @@ class BehindUser(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss like TRL's ``compute_loss``. It is the mean over a micro-batch, or the sum divided by the count
-        that the subclass passes.
+        """Compute the loss like TRL's ``compute_loss``. The loss is the mean over a micro-batch, or the sum divided by the
+        count that the subclass passes.
         """
         batch, counts, padded = to_batch(inputs), _as_said(inputs, self.denominators), isinstance(inputs, PaddedInputs)
         if not self.model.training and padded and batch.loss_mask is not inputs.batch.loss_mask:

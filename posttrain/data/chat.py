@@ -41,7 +41,9 @@ def inner_tokenizer(processing_class: Tokenizer) -> Any:
 
 
 def ids_without_token(processing_class: Tokenizer, size: int) -> frozenset[int]:
-    """Return the ids below ``size`` for which the tokenizer has no token. Models with a padded embedding have such ids."""
+    """Return the ids below ``size`` for which the tokenizer has no token. Models with a padded embedding have ids without
+    token.
+    """
     return frozenset(range(size)) - frozenset(inner_tokenizer(processing_class).get_vocab().values())
 
 
@@ -177,8 +179,8 @@ def _decoded(message: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
-    """Return whether a template accepts tool arguments only as an object. It then rejects JSON text or encodes it a second
-    time.
+    """Return whether a template accepts tool arguments only as an object. Such a template rejects JSON text or encodes the
+    text a second time.
     """
 
     def rendered(arguments: Any) -> str | None:
@@ -200,7 +202,7 @@ def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
     return twice
 
 
-PROBE = "7f3a probe 9c1e"  # Message content for tests of a template. This text occurs in no chat template.
+PROBE = "7f3a probe 9c1e"  # Message content for tests of a template. The text of PROBE occurs in no chat template.
 
 
 def render(
@@ -400,7 +402,7 @@ def has_generation_markers(template: str | dict | None) -> bool:
 
 def as_blocks(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in which each text is converted to a list with one text block. Templates of vision-language models
-    expect such lists.
+    expect lists of content blocks.
     """
     return [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
@@ -538,8 +540,8 @@ def encode(
         return []
     try:
         if _only_calls_backend(tokenizer):
-            # This function of the backend does not compute offsets, so it takes only three quarters of the time of a call of
-            # the tokenizer.
+            # encode_batch_fast does not compute offsets, so it takes only three quarters of the time of a call of the
+            # tokenizer.
             return [
                 found.ids for found in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)
             ]
@@ -592,7 +594,9 @@ def encode_rows(
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
-    """Remove one bos token if the ids begin with two bos tokens. This happens if the text itself begins with the bos token."""
+    """Remove one bos token if the ids begin with two bos tokens. Ids begin with two bos tokens if the text itself begins with
+    the bos token.
+    """
     return ids[1:] if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos else ids
 
 

@@ -34,8 +34,8 @@ class Layout:
             attention cannot separate several sequences in a row.
         dense_mask: Whether attention over prefix trees uses a dense mask instead of segments (see
             `posttrain.models.tree_attention`). Time and memory of a dense mask grow with the square of the row length.
-        row_tokens: Maximum number of tokens of a packed batch row. It is also the maximum for a prefix tree that joins
-            several dataset rows. With a dense mask, the number should be small.
+        row_tokens: Maximum number of tokens of a packed batch row. A prefix tree that joins several dataset rows has the same
+            limit. With a dense mask, the limit should be small.
         pass_tokens: Maximum number of tokens of a forward pass with a dense mask. Batch rows of similar length are stacked into
             one pass, because every pass has a fixed cost (reading weights, accumulating gradients). At most 5 % of the tokens
             of a pass are padding.
@@ -165,7 +165,8 @@ def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows
         units = _units(trees) if whole_rows else [[tree] for tree in trees]
         bins = _by_length(units, layout.row_tokens)
         return [_lay_out([[tree] for unit in group for tree in unit], pad_token_id, layout) for group in bins]
-    # ``split`` contains the units with several trees. Such a unit is a dataset row that is too long for a single tree.
+    # ``split`` contains the units with several trees. A unit with several trees is a dataset row that is too long for a
+    # single tree.
     split = [unit for unit in _units(trees) if len(unit) > 1] if whole_rows else []
     apart = {id(tree) for unit in split for tree in unit}
     whole = [tree for tree in trees if id(tree) not in apart]
@@ -417,8 +418,8 @@ class _Canvas:
         row = member.row
         leaf = Leaf(segment, len(row.prompt_ids), _length(member), member.number)
         if start:
-            # Register the completion only once. It consists of two consecutive nodes, because the prompt of another row ends
-            # inside the completion.
+            # Register the completion only once. The completion consists of two consecutive nodes if the prompt of another
+            # row ends inside it.
             self.leaves[-1] = leaf
             return len(self.leaves) - 1
         self.leaves.append(leaf)
@@ -476,8 +477,8 @@ def _to_batch(canvas: _Canvas, pad_token_id: int, layout: Layout, model_kwargs: 
 
 
 def _model_kwargs(groups: list[list[Tree]]) -> dict[str, Any]:
-    """Merge the additional model inputs of all rows. Tensors are concatenated in row order. Other values must be equal in all
-    rows.
+    """Merge the additional model inputs of all rows. Tensors are concatenated in row order. Values that are not tensors must
+    be equal in all rows.
     """
     merged: dict[str, Any] = {}
     for tree in (tree for trees in groups for tree in trees):

@@ -37,7 +37,7 @@ MESSAGE_COLUMNS = (
 # have different formats.
 LOOK = 64
 PICTURE_COLUMNS = ("image", "images")
-# Names of columns with token ids. If a dataset has them, the token ids are used instead of the text columns.
+# Names of columns with token ids. If a dataset has these columns, their ids are used instead of the text columns.
 TOKENIZED = (
     "input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "reference_ids", "completion_ids", "KL_completion_ids",
 )  # fmt: skip
@@ -614,8 +614,8 @@ def tokenized(
         dataset: ``Dataset`` or ``IterableDataset``.
         name: Name of the dataset in messages.
         function: Function ``f(batch, indices, **arguments)`` that tokenizes a batch. The function returns columns of ids and
-            the columns named in ``counters`` and ``notes``. It also returns a column ``_reason`` with the reason for dropping
-            each row, or ``""``.
+            the columns named in ``counters`` and ``notes``. The function also returns a column ``_reason`` with the reason
+            for dropping each row, or ``""``.
         arguments: Arguments of the function. The arguments are part of the cache fingerprint.
         drop: Columns of the dataset to remove.
         counters: Names of integer columns, which begin with an underscore. If the report has a field of the same name without

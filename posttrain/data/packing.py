@@ -217,7 +217,7 @@ PEEK = 1000  # Number of rows that are read to estimate the mean number of token
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Options of packing. They are sent to worker processes and are part of the cache fingerprint."""
+    """Options of packing. The options are sent to worker processes and are part of the cache fingerprint."""
 
     size: int
     strategy: str
@@ -291,8 +291,8 @@ def pack_dataset(
             into pieces that do not attend to each other. ``wrapped`` concatenates all documents and splits the result every
             ``seq_length`` items.
         map_kwargs: Passed to ``dataset.map``, e.g. ``num_proc``, or ``batch_size`` for the size of a window.
-        cross_document: Whether documents in a packed row attend to each other. Only used with ``wrapped``. If True, the
-            result has no column ``seq_lengths``.
+        cross_document: Whether documents in a packed row attend to each other. The argument only affects the strategy
+            ``wrapped``. If True, the result has no column ``seq_lengths``.
         preserve_order: Whether packed rows stay in the order in which they were filled, with the longest documents first. If
             False, packed rows are shuffled.
         seed: Random seed for shuffling.
@@ -319,7 +319,7 @@ def pack_dataset(
 
 
 def truncate_dataset(dataset: AnyDataset, max_length: int, map_kwargs: dict[str, Any] | None = None) -> Any:
-    """Truncate every list column to its first ``max_length`` items. Other columns are unchanged.
+    """Truncate every list column to its first ``max_length`` items. Columns that are not lists are unchanged.
 
     Args:
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent.

@@ -281,8 +281,8 @@ def answer_rows(
     Args:
         examples: Examples with ``prompt_ids`` and ``<branch>_ids``.
         branches: Names of the answers, in order.
-        columns: Sequence columns of the new rows. Each key is the name of a row column. Its value is a list of example
-            columns, one per branch, from which the values are read.
+        columns: Sequence columns of the new rows. Each key is the name of a row column. The value of the key is a list of
+            example columns, one per branch, from which the numbers are read.
 
     Raises:
         DataError: An answer has no tokens.
@@ -557,8 +557,8 @@ def prepare_reward_dataset(
     name: str = "train",
     num_proc: int | None = None,
 ) -> Any:
-    """Tokenize preference rows for reward models. The result has the columns ``chosen_ids`` and ``rejected_ids``. A column
-    ``margin`` is kept.
+    """Tokenize preference rows for reward models. The result has the columns ``chosen_ids`` and ``rejected_ids``. If the rows
+    have a column ``margin``, the result has it too.
 
     A pair is dropped and counted if its answers are equal, if an answer has no tokens, or if an answer is longer than
     ``max_length``.

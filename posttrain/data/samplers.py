@@ -35,7 +35,8 @@ def _check_counts(**counts: int) -> None:
 
 
 class RepeatSampler(Sampler[int]):
-    """Sampler that splits a permutation of the rows into chunks. It repeats each chunk, and each index inside a chunk.
+    """Sampler that splits a permutation of the rows into chunks. The sampler repeats each chunk, and each index inside a
+    chunk.
 
     An incomplete last chunk is dropped. All permutations come from one seeded generator. A resumed run therefore continues
     with the order of an uninterrupted run.
@@ -207,7 +208,7 @@ class ShardedStream(IterableDataset):
     """Stream of one rank's batches, each a list of rows. Every rank reads the whole stream.
 
     Args:
-        stream: Iterable of rows. It must yield the same rows on every rank.
+        stream: Iterable of rows, which must yield the same rows on every rank.
         shard: Selection of this rank's rows.
     """
 

@@ -82,8 +82,8 @@ class SupervisedOptions:
         max_length: Maximum number of tokens per row. None: rows are not truncated.
         truncation_mode: ``keep_start`` or ``keep_end``.
         packing: Strategy of `pack_dataset`, or None.
-        chat_template: Template for tokenizing. It renders the same text as the tokenizer's template and marks assistant
-            turns. None: the tokenizer's template.
+        chat_template: Template for tokenizing that renders the same text as the tokenizer's template and marks assistant
+            turns. None: the tokenizer's template is used.
         allow_untrained_stop: Whether to allow that no end-of-turn token is trained with ``assistant_only_loss``.
     """
 

@@ -113,8 +113,8 @@ class Family:
         setting: Name of the template variable whose value differs between checkpoints of the family, e.g. a default system
             text or a date. The value is read from the tokenizer's template.
         fixed: Values of template variables that select this family if several families share a template file.
-        same: Function that returns whether two renderings are equivalent. Its arguments are the rendering of the training
-            template, the rendering of the published template, and `Probe.history`.
+        same: Function that returns whether two renderings are equivalent. The arguments of ``same`` are the rendering of the
+            training template, the rendering of the published template, and `Probe.history`.
     """
 
     name: str
@@ -183,7 +183,7 @@ def _setting(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> 
         return {}
     marked = _rendered(tokenizer, text, PROBES[0], **{family.setting: SENTINEL})
     before, _, after = (marked or "").partition(SENTINEL)
-    # If the template does not belong to the family, this value is meaningless. Later probes then do not match.
+    # If the template does not belong to the family, the value of the setting is meaningless, and later probes do not match.
     return {family.setting: theirs[0][len(before) : len(theirs[0]) - len(after)]}
 
 
@@ -323,7 +323,7 @@ def is_chat_template_prefix_preserving(processing_class: Tokenizer) -> bool:
 def is_chat_template_stop_token_trained(processing_class: Tokenizer, chat_template: str | None = None) -> bool:
     """Return whether the last trained token of an assistant turn is an added token, such as ``<|im_end|>``.
 
-    If no such token is trained, the model does not learn to stop.
+    If no end-of-turn token is trained, the model does not learn to stop.
 
     Args:
         processing_class: Tokenizer or processor. Templates are not tested with images.
@@ -419,7 +419,7 @@ class TemplateReport:
 
     @property
     def fatal(self) -> list[Finding]:
-        """Findings with severity ``error``. Such problems would make training silently wrong."""
+        """Findings with severity ``error``, i.e. problems that would make training silently wrong."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
     def raise_fatal(self) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SHARED_LEAST = 16
 # Maximum fraction of tokens that may be added by splitting a long tree, because each part repeats the prompt. Memory and
 # time of a pass grow with its number of tokens. Example: a tree with a prompt of 400 tokens and 8 answers of 1,024 tokens is
-# split into three passes. They need a third of the activation memory and 9 % more tokens.
+# split into three passes. The three passes need a third of the activation memory and 9 % more tokens.
 REPEATED_MOST = 0.1
 
 

@@ -1,1 +1,1 @@
-"""Loss functions. They map tensors to tensors and have no side effects."""
+"""Loss functions that map tensors to tensors and have no side effects."""

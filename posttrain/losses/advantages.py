@@ -28,8 +28,7 @@ __all__ = [
 ]
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-# Constant that is added to a standard deviation before dividing by it. It avoids division by 0 if all rewards of a group are
-# equal.
+# Constant that is added to a standard deviation to avoid division by 0 if all rewards of a group are equal.
 EPSILON = 1e-4
 # Constant that replaces EPSILON with scale_rewards='population', as in TRL's asynchronous GRPO.
 POPULATION_EPSILON = 1e-8
@@ -119,8 +118,8 @@ def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any
 def flat_groups(
     values: Tensor, weights: Tensor, size: int, *, least: float = 0.0, each_function: bool = False
 ) -> Tensor:
-    """Return a bool tensor ``(n / G,)``. It is True for groups without a learning signal: all rewards are (nearly) equal, or
-    fewer than two completions have a reward.
+    """Return a bool tensor ``(n / G,)``. It is True for groups without a learning signal, in which all rewards are (nearly)
+    equal or fewer than two completions have a reward.
 
     Args:
         values: Rewards ``(n, K)`` with consecutive groups. NaN means that the function did not score the completion.
@@ -137,8 +136,8 @@ def flat_groups(
 def group_spread(
     rewards: Tensor, weights: Tensor, group_size: int, *, aggregation: str = "sum_then_normalize"
 ) -> Tensor:
-    """Compute the Bessel-corrected standard deviation of the rewards of each group, ``(n / G,)``. It is NaN for groups with
-    fewer than two scored completions.
+    """Compute the Bessel-corrected standard deviation of the rewards of each group, ``(n / G,)``. The result is NaN for
+    groups with fewer than two scored completions.
 
     By default, the function returns the standard deviation of the total reward. With ``normalize_then_sum``, it returns the
     largest of the standard deviations of the reward functions with a nonzero weight. Two functions whose rewards cancel in the
@@ -168,7 +167,7 @@ def group_advantages(
     ``scale_rewards`` selects std: the standard deviation of the group or of the batch, or no division. For the population
     standard deviation, the constant is 1e-8 instead of 1e-4. ``normalize_then_sum`` (GDPO) normalizes the rewards of each
     function within the group, computes the weighted sum, and normalizes the sum over the batch. Completions that no reward
-    function has scored get the advantage 0. They are excluded from every mean and standard deviation.
+    function has scored get the advantage 0 and are excluded from every mean and standard deviation.
 
     Args:
         rewards: Rewards ``(n, K)`` of the completions of all ranks, with consecutive groups. NaN means that the function did
@@ -250,7 +249,7 @@ def standardized(advantages: Tensor, scored: Tensor) -> Tensor:
 
     Args:
         advantages: ``(n,)`` advantages of the completions of all ranks.
-        scored: Bool tensor ``(n,)``. It is True for completions that a reward function has scored.
+        scored: Bool tensor ``(n,)``, True for completions that a reward function has scored.
     """
     known = advantages.masked_fill(~scored, torch.nan)
     return (centred(known) / (_std(known) + EPSILON)).nan_to_num(0.0)

@@ -65,8 +65,8 @@ def divergence(log_q: Tensor, log_p: Tensor, *, beta: float) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """Autograd function of `divergence`. It saves three tensors of vocabulary size for the backward pass. Automatic
-    differentiation would save eight.
+    """Autograd function of `divergence`. The function saves three tensors of vocabulary size for the backward pass. Automatic
+    differentiation would save eight tensors.
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ def _slope(log_q: Tensor, log_p: Tensor, log_m: Tensor, beta: float) -> Tensor:
 
 
 def _finite(logp: Tensor) -> Tensor:
-    # Return an empty tensor unchanged. It is empty if a forward pass has no loss tokens.
+    # Return an empty tensor unchanged. The tensor is empty if a forward pass has no loss tokens.
     if not logp.numel():
         return logp
     return logp.masked_fill(logp == -torch.inf, FLOOR) if bool(torch.isneginf(logp.detach().amin())) else logp
@@ -190,7 +190,7 @@ def discounted_returns(
 
     Args:
         rewards: ``(B, T)`` reward of each token.
-        mask: Bool tensor ``(B, T)``. It is True for tokens that are included. All other tokens get the return 0.
+        mask: Bool tensor ``(B, T)``, True for tokens that are included. All other tokens get the return 0.
         sequence: ``(B, T)`` int64, sequence index of each token.
         gamma: Discount in [0, 1].
         length_normalization: Whether to divide each return by ``sum_{i >= t} gamma^(i - t)``.

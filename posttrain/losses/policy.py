@@ -178,7 +178,7 @@ def off_policy_mask(
     *,
     threshold: float,
 ) -> Tensor:
-    """Return a bool tensor ``(S,)``. It is False for sequences to exclude. A sequence is excluded if its advantage is
+    """Return a bool tensor ``(S,)`` that is False for sequences to exclude. A sequence is excluded if its advantage is
     negative and its probability has decreased strongly since sampling.
 
     Sequences with ``A_i >= 0 or mean_t(sampled_logp - logp) <= threshold`` are kept. Tokens without a sampled log-prob (NaN)
@@ -417,7 +417,7 @@ class LossType:
 
     @property
     def by_token(self) -> bool:
-        """Whether the surrogate of a token is independent of all other tokens. This presupposes token-level ratios."""
+        """Whether the surrogate of a token is independent of all other tokens. The property assumes token-level ratios."""
         return self.surrogate in ("clipped", "cispo", "sapo")
 
 

@@ -26,7 +26,7 @@ __all__ = [
     "whiten",
 ]
 
-# Constant that is added to the variance. It avoids division by 0 if all values are equal.
+# Constant that is added to the variance to avoid division by 0 if all values are equal.
 WHITEN_EPS = 1e-8
 
 

@@ -105,7 +105,7 @@ def squared_gap(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def ipo(chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length: Tensor, *, beta: float) -> Tensor:
-    """Compute the IPO loss ``(s+/N+ - s-/N- - 1 / (2 beta))^2``, ``(P,)``. It is `squared_gap` with scores per token.
+    """Compute the IPO loss ``(s+/N+ - s-/N- - 1 / (2 beta))^2``, ``(P,)``, i.e. `squared_gap` of scores per token.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -121,8 +121,8 @@ def ipo(chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length
 
 
 def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute the EXO loss ``sig(beta d) [lsig(beta d) - log(1-eps)] + sig(-beta d) [lsig(-beta d) - log eps]``. It is the
-    reverse KL divergence from the smoothed label.
+    """Compute the EXO loss ``sig(beta d) [lsig(beta d) - log(1-eps)] + sig(-beta d) [lsig(-beta d) - log eps]``. The EXO loss
+    is the reverse KL divergence from the smoothed label.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -131,7 +131,7 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
         label_smoothing: eps in (0, 1), the probability that the label is wrong.
 
     Returns:
-        ``(P,)`` losses. They are never negative, and 0 for ``sig(beta d) = 1 - eps``.
+        ``(P,)`` losses, which are never negative, and 0 for ``sig(beta d) = 1 - eps``.
 
     Raises:
         ConfigError: ``label_smoothing`` is not in (0, 1).
@@ -437,8 +437,8 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 
 
 def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Compute the penalty ``(r+ + r-)^2`` of each pair, ``(P,)``. It keeps the mean score close to 0, because losses on
-    differences of scores do not determine the mean.
+    """Compute the penalty ``(r+ + r-)^2`` of each pair, ``(P,)``. The penalty keeps the mean score close to 0, because losses
+    on differences of scores do not determine the mean.
 
     Reference: Helping or herding, arXiv:2312.09244, equation 2.
     """

@@ -34,9 +34,9 @@ def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
     passes them to `kl_baseline`.
 
     Args:
-        log_ratio: ``(S,)`` log-ratios L. Each one belongs to a prompt that is followed by another prompt's completion.
-        valid: Bool tensor ``(S,)``. It is True for prompts that have a completion of another prompt. None: all prompts
-            have one.
+        log_ratio: ``(S,)`` log-ratios L of prompts that are followed by another prompt's completion.
+        valid: Bool tensor ``(S,)``, True for prompts that are followed by a completion of another prompt. None: all are
+            True.
 
     Returns:
         ``(2,)`` totals in the dtype of ``log_ratio``, without gradient.
@@ -69,8 +69,8 @@ def kto(
 
     Args:
         log_ratio: ``(S,)`` log-ratios L.
-        desirable: Bool tensor ``(S,)``. It is True for good completions.
-        baseline: Scalar z0 from `kl_baseline`. It gets no gradient.
+        desirable: Bool tensor ``(S,)``, True for good completions.
+        baseline: Scalar z0 from `kl_baseline`, which gets no gradient.
         beta: Strength of the regularization towards the reference.
         desirable_weight: Weight w_D of good completions.
         undesirable_weight: Weight w_U of bad completions.
@@ -91,8 +91,8 @@ def kto(
 def apo_zero_unpaired(
     log_ratio: Tensor, desirable: Tensor, *, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Tensor:
-    """Compute the APO-zero loss: ``w_D [1 - sig(beta L)]`` for good and ``w_U sig(beta L)`` for bad completions. It is `kto`
-    with the baseline 0.
+    """Compute the APO-zero loss: ``w_D [1 - sig(beta L)]`` for good and ``w_U sig(beta L)`` for bad completions. The loss is
+    `kto` with the baseline 0.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -107,8 +107,8 @@ def bco(
 
     Args:
         log_ratio: ``(S,)`` log-ratios L.
-        desirable: Bool tensor ``(S,)``. It is True for good completions.
-        shift: Running mean delta of the rewards ``beta L``. It gets no gradient.
+        desirable: Bool tensor ``(S,)``, True for good completions.
+        shift: Running mean delta of the rewards ``beta L``, which gets no gradient.
         weight: ``(S,)`` weights w of bad completions, see `density_weight`. Weights of good completions are ignored. None: all
             weights are 1.
         beta: Strength of the regularization towards the reference.

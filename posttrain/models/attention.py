@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # On a CPU, the maximum number of tokens of a packed row. On a GPU, the minimum value of the token limit of a forward pass.
 ROW_TOKENS = 2048
 # On a GPU, the token limit of a forward pass is PASS_WORK divided by the number of the model's parameters. The limit is 30k
-# tokens for a 0.5B model, 10k for 1.5B and 2k for 7B. It never exceeds MOST_GPU_TOKENS.
+# tokens for a 0.5B model, 10k for 1.5B and 2k for 7B. The limit never exceeds MOST_GPU_TOKENS.
 PASS_WORK, MOST_GPU_TOKENS = 15 * 10**12, 32768
 MASKABLE = ("sdpa", "eager", "flex_attention")  # Attention backends that accept an arbitrary mask.
 

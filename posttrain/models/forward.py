@@ -54,18 +54,18 @@ def forward(
     """Run the model on a batch and return the requested outputs, most of them with shape ``(B, T)``.
 
     Args:
-        model: A language model or classifier. It may be wrapped, e.g. in DDP. Its forward method is patched by
-            `install_token_head`.
+        model: A language model or classifier, possibly wrapped, e.g. in DDP. `install_token_head` patches the model's forward
+            method.
         batch: Batch on the model's device.
         needs: Names of the requested outputs: any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``,
-            ``mean_logit``, ``collision``, ``values``, ``logits`` and ``aux``. For a classifier, the only name is ``scores``.
-            It stands for the score at the last token of each sequence.
+            ``mean_logit``, ``collision``, ``values``, ``logits`` and ``aux``. For a classifier, the only name is ``scores``,
+            the score at the last token of each sequence.
         temperature: Sampling temperature, by which the logits are divided.
         truncation: Truncation of the sampling distribution, e.g. top-p. With truncation, the output ``log_mass`` is the log
             of the remaining probability mass.
         chunk_size: Number of positions per chunk of logits. None: the default of `token_logprobs`.
-        compare: Function that compares two models; see `TokenHead.compare`. Its result is returned as the output
-            ``compared``.
+        compare: Function that compares two models; see `TokenHead.compare`. The result of ``compare`` is returned as the
+            output ``compared``.
 
     Returns:
         The requested outputs. The shapes of outputs are described in `posttrain.types.ModelOutputs`.
@@ -92,8 +92,7 @@ def forward(
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Arguments of a forward pass; see `forward`. They are sent to all processes of the group that computes a batch
-    together.
+    """Arguments of a forward pass; see `forward`. The arguments are sent to all processes that compute a batch together.
 
     Attributes:
         compares: Whether the process that owns the batch compares the last hidden states with those of another model.
@@ -121,7 +120,7 @@ def prepared(
     split: TokenSplit | None = None,
     columns: slice | None = None,
 ) -> tuple[TokenHead | ScoreHead, dict[str, Any]]:
-    """Return the output head and the model inputs of a forward pass. Both cover all columns of the batch.
+    """Return the output head and the model inputs of a forward pass. Head and inputs cover all columns of the batch.
 
     Args:
         model: See `forward`.
@@ -273,7 +272,7 @@ def batch_logps(
     Args:
         model: Model, wrapped as in the run.
         batches: Pairs of a batch on the model's device and a flag. If the flag is False, the results of the batch are
-            dropped. Such a batch only keeps ranks synchronized.
+            dropped, and the batch only keeps ranks synchronized.
         temperature: Temperature by which the logits are divided.
         chunk_size: Number of tokens per chunk of logits.
         truncation: Truncation of the sampler's distribution.
@@ -317,8 +316,8 @@ def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
 
 
 def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
-    """Return the weight of the load-balancing loss. This is the option's value if it is set, and otherwise the value in the
-    model's config. For a model without a router, the weight is 0.
+    """Return the weight of the load-balancing loss: the option's value if it is set, otherwise the value in the model's
+    config. For a model without a router, the weight is 0.
 
     Raises:
         ConfigError: A weight is set, but the model has no router.

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Names of text modules in a multimodal model. They belong neither to the vision tower nor to the projector.
+# Names of text modules in a multimodal model. Modules with these names belong neither to the vision tower nor to the
+# projector.
 LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
@@ -465,7 +466,7 @@ def score(inner: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def is_one_matrix(layer: nn.Module) -> bool:
-    """Return whether an output layer is a plain linear layer. A plain layer has no adapter. Its only hooks are hooks of
+    """Return whether an output layer is a plain linear layer. A plain layer has no adapter, and no hooks other than hooks of
     sharding.
     """
     return type(layer) in (nn.Linear, Float32Linear) and _unhooked(layer)
@@ -524,8 +525,8 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
             )
         fields = {name: getattr(out, name) for name in ("logp", "log_mass", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
-    # The rest of the function is the slow path, which computes all logits. It is used for output layers with an adapter or a
-    # hook, and for losses that need all logits.
+    # The rest of the function is the slow path, which computes all logits. The slow path is used for output layers with an
+    # adapter or a hook, and for losses that need all logits.
     if type(layer) in (nn.Linear, Float32Linear) and not is_one_matrix(layer):
         warn_once(
             logger, "the output layer has hooks, so all logits of a pass are computed at once, which needs more memory."

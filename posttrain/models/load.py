@@ -149,8 +149,8 @@ class ModelConfig:
         modules: Any = self.lora_target_modules
         modules = [modules] if isinstance(modules, str) else modules
         if modules and len(modules) == 1 and (modules[0] == "all-linear" or set(modules[0]) & set("*+|^$(\\")):
-            # peft expects a regex or 'all-linear' as a string. It would read a plain module name in a string as a regex too.
-            # So only a regex or 'all-linear' is unpacked from the list.
+            # peft expects a regex or 'all-linear' as a string. peft would also read a plain module name in a string as a
+            # regex. So only a regex or 'all-linear' is unpacked from the list.
             self.lora_target_modules = modules[0]
             try:
                 re.compile(modules[0])
@@ -359,8 +359,8 @@ def create_model_from_path(
         model_id: Hub id or folder.
         architecture: Model class. None: the class that is named in the checkpoint's config, or ``AutoModelForCausalLM`` if
             transformers does not have that class.
-        new_head: Whether weights that are missing in the checkpoint may be initialized randomly. This argument only matters
-            if ``architecture`` is set.
+        new_head: Whether weights that are missing in the checkpoint may be initialized randomly. ``new_head`` only matters if
+            ``architecture`` is set.
         **kwargs: Keyword arguments of ``from_pretrained``. ``dtype`` (or ``torch_dtype``) is a torch dtype or one of "auto",
             "bfloat16", "float16", "float32".
 
@@ -748,11 +748,11 @@ def mark_loaded_projections(model: nn.Module) -> None:
 
 
 def adapter_folder(model: nn.Module, folder: str, accelerator: Accelerator) -> str:
-    """Return the folder in which a checkpoint stores the active adapter. It is a subfolder, unless the adapter is named
-    ``default``.
+    """Return the folder in which a checkpoint stores the active adapter. Adapters that are not named ``default`` are in
+    subfolders.
 
-    `transformers.Trainer` of version 5.23 loads the best model from the checkpoint's own folder. This folder contains the
-    adapter ``default`` or no adapter.
+    `transformers.Trainer` of version 5.23 loads the best model from the checkpoint's own folder. The checkpoint's own folder
+    contains the adapter ``default`` or no adapter.
     """
     bare: Any = unwrapped(model)
     whole = adapters_of(bare) and not shards_parameters(accelerator)
@@ -763,9 +763,9 @@ def adapter_folder(model: nn.Module, folder: str, accelerator: Accelerator) -> s
 def _name_tied_layers(model: Any) -> None:
     """Write the names of layers that peft ties to the embeddings (``ensure_weight_tying``) back into the adapter configs.
 
-    peft removes the names of tied layers from the configs. It finds tied layers again by the names ``embed_tokens`` and
-    ``lm_head``. If the embedding has another name (e.g. ``wte``), a saved adapter would not include the output layer. Neither
-    would a second adapter from the same config.
+    peft removes the names of tied layers from the configs. Later, peft finds tied layers by the names ``embed_tokens`` and
+    ``lm_head``. If the embedding has another name (e.g. ``wte``), a saved adapter would not include the output layer. A
+    second adapter from the same config would not include the output layer either.
     """
     for settings in model.peft_config.values():
         for field, tied in (("target_modules", "target_modules_to_tie"), ("modules_to_save", "modules_to_tie")):

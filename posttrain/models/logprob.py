@@ -352,7 +352,7 @@ def token_logprobs(
 
     Args:
         hidden: ``(N, H)`` hidden states that predict the targets.
-        weight: ``(V, H)`` weight of the output layer. It gets a gradient if ``weight.requires_grad`` is True.
+        weight: ``(V, H)`` weight of the output layer. The weight gets a gradient if ``weight.requires_grad`` is True.
         targets: ``(N,)`` int64 token ids.
         bias: ``(V,)`` or None.
         logit_scale: Factor of the logits, e.g. for Cohere. For Granite, it is the inverse of ``logits_scaling``.
@@ -368,7 +368,7 @@ def token_logprobs(
             only on a CPU, because on other devices comparing the gradients would block the host.
         need_entropy: Whether to return the entropy in nats, at ``temperature``.
         entropy_grad: Whether to return the entropy and make it differentiable.
-        need_correct: Whether to return a bool per position. It is True if the target is the most likely token.
+        need_correct: Whether to return a bool per position: whether the target is the most likely token.
         need_mean_logit: Whether to return the mean logit over the vocabulary, before division by ``temperature`` and
             without gradient.
         need_collision: Whether to return ``log sum_v p_v^2`` at ``temperature``, without gradient.
@@ -466,7 +466,7 @@ def chunked_rows(
         bias: ``(V,)`` or None.
         measure: Function that maps float32 logits ``(n, V)``, and the slice of their positions, to values ``(n, K)``.
             The function is called again in the backward pass, with gradients enabled.
-        columns: Number of values with a gradient. These are the first ``columns`` of the K values.
+        columns: Number of values with a gradient. Only the first ``columns`` of the K values have a gradient.
         logit_scale: Same as in `token_logprobs`.
         softcap: Same as in `token_logprobs`.
         chunk_size: Same as in `token_logprobs`.

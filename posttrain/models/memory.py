@@ -46,8 +46,8 @@ def layers_to_keep(model: nn.Module) -> int:
     activated and summed tensors.
 
     Returns:
-        Number of layers, at most all layers of the model. It is 0 for a model without checkpointable layers or without an
-        output layer.
+        Number of layers, at most all layers of the model, or 0 for a model without checkpointable layers or without an output
+        layer.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     head = output_layer(model)
@@ -110,8 +110,8 @@ def recompute_options(args: TrainingArguments) -> dict[str, Any]:
 
 
 def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
-    """Disable checkpointing in the last ``count`` layers, so that they keep their activations. Return the number of these
-    layers. If ``count`` is None, `layers_to_keep` chooses the number.
+    """Disable checkpointing in the last ``count`` layers, so that they keep their activations. Return the number of layers
+    without checkpointing. If ``count`` is None, `layers_to_keep` chooses the number.
 
     The backward pass starts with the last layers. Activations of the last layers are freed before the earlier layers
     are recomputed.
@@ -212,7 +212,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
-    """Context with saved-tensor hooks that do nothing. It disables an outer `OffloadActivations`.
+    """Context with saved-tensor hooks that do nothing, which disables an outer `OffloadActivations`.
 
     >>> with NoOpManager():
     ...     y = torch.ones(2, requires_grad=True).exp()

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 CUDA_CONTEXT = 600 * 2**20
 # HOLES: memory that glibc cannot reuse, as a multiple of the largest tensor. glibc puts small blocks into the space of a
 # large block that was freed, so that the next large block needs new memory. In measurements, this memory was up to three
-# times the largest tensor (benchmarks/estimate.py). CUDA_WASTE: fraction of memory that the CUDA allocator cannot reuse.
-# This value is a guess.
+# times the largest tensor (benchmarks/estimate.py). CUDA_WASTE: fraction of memory that the CUDA allocator cannot reuse,
+# which is a guess.
 HOLES = 3
 CUDA_WASTE = 0.05
 # PER_BYTE: bytes of optimizer states per byte of a trained weight. EIGHT_BIT: bytes of 8-bit optimizer states per weight.
@@ -74,8 +74,8 @@ class Part:
         trained: Whether the model is trained, so that it has gradients and optimizer states.
         bits: Bits per quantized weight of linear layers, including scales; see `weight_bits`. None: the weights are not
             quantized.
-        freeze_vision: Value of the option ``freeze_vision``. It only affects models with a vision tower.
-        images: Whether the run's rows contain images. This only affects models with a vision tower.
+        freeze_vision: Value of the option ``freeze_vision``, which only affects models with a vision tower.
+        images: Whether the run's rows contain images, which only affects models with a vision tower.
     """
 
     role: str
@@ -285,8 +285,8 @@ def _total(peak: Mapping[str, int]) -> int:
 
 
 def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
-    """Return the number of temporary bytes in an optimizer step. A GPU needs them for all weights at once, and a CPU for one
-    weight at a time. A fused optimizer needs none.
+    """Return the number of temporary bytes in an optimizer step. On a GPU, temporary memory is needed for all weights at
+    once, and on a CPU for one weight at a time. A fused optimizer needs no temporary memory.
     """
     if "fused" in work.optimizer or not trained:
         return 0
@@ -295,8 +295,8 @@ def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
 
 
 def _gathered(model: nn.Module) -> int:
-    """Return the number of bytes of weights that are gathered at the same time. These are the weights of two layers, and all
-    weights outside of layers.
+    """Return the number of bytes of weights that are gathered at the same time: the weights of two layers, and all weights
+    outside of layers.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]

@@ -176,8 +176,8 @@ def is_prepared_late(accelerator: Accelerator) -> bool:
 
 
 def equal_passes(count: int, accelerator: Accelerator) -> int:
-    """Return the number of passes that each rank must run. If ranks must run passes together, this is the maximum of
-    ``count`` over ranks. Otherwise, it is ``count``.
+    """Return the number of passes that each rank must run. If ranks must run passes together, the result is the maximum of
+    ``count`` over ranks. Otherwise, the result is ``count``.
 
     With FSDP, ZeRO-3 and sequence parallelism, the forward pass is a collective operation. With ZeRO-2, the backward pass is
     a collective operation, because it reduces gradients in each pass.
@@ -517,8 +517,8 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 @contextmanager
 def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Gather parameters that ZeRO-3 has partitioned, inside the context. This is a collective operation. Without ZeRO-3, it
-    has no effect.
+    """Gather parameters that ZeRO-3 has partitioned, inside the context. Gathering is a collective operation. Without ZeRO-3,
+    the context has no effect.
     """
     sharded = [p for p in parameters if is_partitioned(p)]
     if not sharded:
@@ -534,7 +534,7 @@ def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
     yielded.
     """
     for module in model.modules():
-        # After a forward pass without a backward pass, FSDP2 leaves some parameters gathered. Shard them again.
+        # After a forward pass without a backward pass, FSDP2 leaves some parameters gathered. Reshard these parameters.
         if isinstance(module, FSDPModule):
             module.reshard()
     for name, parameter in model.named_parameters():
@@ -642,8 +642,7 @@ def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
 
 
 def bf16_is_faster(*, on_cpu: bool = False) -> bool:
-    """Return whether bf16 is faster than fp32. This is the case on a GPU with native bf16, and on a CPU with AMX or
-    AVX512-BF16.
+    """Return whether bf16 is faster than fp32, i.e. on a GPU with native bf16 and on a CPU with AMX or AVX512-BF16.
 
     On a CPU with only AVX2, a matrix product in bf16 took three times as long as in fp32.
 

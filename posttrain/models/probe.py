@@ -1,4 +1,4 @@
-"""Probes that run a model on small packed prefix trees. They compare log-probs and gradients with those of separate
+"""Probes that run a model on small packed prefix trees. The log-probs and gradients are compared with those of separate
 sequences.
 """
 
@@ -84,7 +84,7 @@ NARROW = 4
 SHORT = 7  # Length of a probe prompt in tokens, unless a window needs a longer prompt.
 
 
-# Maximum length of a probe prompt in tokens. It must be larger than attention windows that cannot be reduced.
+# Maximum length of a probe prompt in tokens, which must be larger than attention windows that cannot be reduced.
 LONGEST = 1024
 
 
@@ -173,7 +173,8 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
 
     Raises:
         ModelError: A window that cannot be reduced is longer than `LONGEST`, or unsupported layers mix tokens without
-            attention. Such layers are read from the config, because a probe with the current weights might not detect them.
+            attention. Unsupported layers are detected in the config, because a probe with the current weights might not
+            detect them.
     """
     cases: list[tuple[int, AbstractContextManager[None]]] = [(SHORT, nullcontext())]
     inner: Any = causal_lm(model)
@@ -518,6 +519,6 @@ def random_prompts(vocabulary: int, sizes: Sequence[int]) -> list[list[int]]:
 
 def _probe_rows(vocabulary: int, prompt: int = SHORT) -> list[Row]:
     *group, shared, alone = random_prompts(vocabulary, (5, 3, 4, prompt, 6))
-    # This row is the second turn of an episode. It starts with the first turn and has two answers.
+    # ``turn`` is the second turn of an episode. The row starts with the first turn and has two answers.
     turn = Row([*shared, *group[0], *alone[:2]], [alone[2:], alone[3:]], [[1] * 4, [1] * 3])
     return [Row(shared, group, [[1] * len(c) for c in group]), Row([], [alone], [[0] + [1] * 5]), turn]

@@ -165,7 +165,7 @@ def unrounded_inputs(model: nn.Module) -> Iterator[None]:
 
 
 def _dequantized_product(layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """Replace the output of an 8-bit layer by a product with its dequantized weight. This function is a forward hook."""
+    """Replace the output of an 8-bit layer by a product with its dequantized weight, as a forward hook."""
     bias = None if layer.bias is None else layer.bias.to(output.dtype)
     return nn.functional.linear(inputs[0].to(output.dtype), dequantized_weight(layer).to(output.dtype), bias)
 

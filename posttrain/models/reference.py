@@ -355,8 +355,8 @@ UNREAD = (
 def forward_settings(model: nn.Module) -> dict[str, Any]:
     """Return all settings that affect the result of a model's forward pass, apart from its weights.
 
-    These settings are the model's config and, for a peft model, the configs and scales of its adapters and the names of
-    the active adapters.
+    The settings are the model's config and, for a peft model, the configs and scales of its adapters and the names of the
+    active adapters.
     """
     bare: Any = unwrapped(model)
     settings: dict[str, Any] = {"config": _fields(config_of(model).to_dict())}
@@ -377,7 +377,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Number of weights per sum. It is small enough that a small change of a single weight still changes the float32 sum.
+# Number of weights per sum, which is small enough that a small change of a single weight still changes the float32 sum.
 SUMMED = 1 << 14
 
 

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 # Name of the eager attention function in transformers' modeling files.
 PLAIN = "eager_attention_forward"
-# Backends of transformers that tree attention wraps. They compute calls without a `Forest`.
+# Backends of transformers that tree attention wraps, and that compute calls without a `Forest`.
 BACKENDS = tuple(OWN_NAMES.values())
 # Arguments of attention backends that tree attention supports, and arguments that do not change the result.
 UNDERSTOOD = {
@@ -212,7 +212,7 @@ def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
 
 
 class Call(NamedTuple):
-    """Attention options of one layer. They are described as arguments of `tree_attention`."""
+    """Attention options of one layer; see the arguments of `tree_attention`."""
 
     forest: Forest
     window: int | None
@@ -318,7 +318,7 @@ class Level(NamedTuple):
 
     Attributes:
         queries, keys: ``(N,)`` indices into the ``B * T`` tokens of the batch.
-        query_ends, key_ends: ``(parts + 1,)`` int32 cumulative lengths of the parts. They start with 0.
+        query_ends, key_ends: ``(parts + 1,)`` int32 cumulative lengths of the parts. Both start with 0.
         most_queries, most_keys: Maximum length of a part in queries and in keys.
         causal: See `Part`.
     """
@@ -373,8 +373,8 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _by_levels(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Compute tree attention with one call of torch's variable-length attention per level. The results are those of
-    `_by_parts`.
+    """Compute tree attention with one call of torch's variable-length attention per level. `_by_parts` computes the same
+    results.
     """
     rows, heads, width, size = q.shape
     flat = [_flat(x) for x in (q, k, v)]
@@ -480,7 +480,7 @@ def tree_attention(
         return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale, softcap, chunk))[..., :size]
 
 
-# Do not compile tree attention. Its calls depend on the trees, which differ in every pass.
+# Do not compile tree attention, because its calls depend on the prefix trees, which differ in every pass.
 _uncompiled: Any = torch.compiler.disable(tree_attention)
 
 

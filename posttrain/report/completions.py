@@ -216,7 +216,9 @@ def _plain(value: object) -> Any:
 
 
 def rollout_table(args: OnlineConfig, record: RunRecordCallback, names: list[str]) -> RolloutTableCallback:
-    """Create the callback for the option ``log_completions``. It stores up to the number of completions of one generation."""
+    """Create the callback for the option ``log_completions``. The callback stores up to the number of completions of one
+    generation.
+    """
     rows = args.samples_per_step or args.generation_batch_size or 1
     options = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
     return RolloutTableCallback(record, names, rows=rows, **options)

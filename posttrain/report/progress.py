@@ -66,8 +66,8 @@ MAIN: dict[str, str] = {
     "step_time": "seconds per step",
     "num_tokens": "tokens seen",
 }
-# Maximum number of metrics per line. The metrics of all reward functions together are counted as one metric. The same
-# applies to a metric of several evaluation sets.
+# Maximum number of metrics per line. The metrics of all reward functions together are counted as one metric. A metric of
+# several evaluation sets is counted once too.
 COLUMNS = 8
 SILENCE = 30.0  # Without a terminal, the remaining time is printed after this number of seconds without any output.
 ROWS = 40  # Number of latest rows that the table in a notebook shows.
@@ -221,8 +221,8 @@ def _best(args: TrainingArguments, state: TrainerState) -> list[str]:
 
 
 def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, interrupted: bool) -> list[str]:
-    """Return the lines that are shown at the end of a run. They contain its end, metrics, best checkpoint, files, and next
-    commands.
+    """Return the lines that are shown at the end of a run. The lines contain the run's end, metrics, best checkpoint, files,
+    and next commands.
 
     Args:
         args: Training arguments with ``output_dir``.

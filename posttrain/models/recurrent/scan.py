@@ -14,8 +14,8 @@ Inside a chunk that starts with state ``S``, with ``gam = cumsum(g)``, ``e = exp
     S' = e_C S + K^T (exp(gam_C - gam) U)
 
 The backward pass recomputes D, the products and M^-1 from the inputs. The gradient of a log decay is computed as a sum over
-all pairs of tokens between which the decay is applied. It is not computed as a difference of two sums, because under strong
-decay the two sums cancel and precision is lost.
+all pairs of tokens between which the decay is applied. A difference of two sums would be less precise, because the two sums
+cancel under strong decay.
 
 References: Gated Delta Networks, arXiv:2412.06464; Mamba-2 (SSD), arXiv:2405.21060; Lightning Attention-2, arXiv:2401.04658.
 """
