@@ -254,7 +254,7 @@ def check_rules(config: object, rules: Iterable[tuple[str, bool, str]]) -> None:
     """Raise an error for the first field of a config that violates its rule.
 
     Args:
-        config: Object with the fields.
+        config: Config object with the fields.
         rules: Tuples of the name of a field, whether the field's value is valid, and the rule in words, for example "must be
             above 0".
 

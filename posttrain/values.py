@@ -70,7 +70,7 @@ def given_integer(value: object, where: str) -> int:
     """Convert a value to an int. Floats with an integer value, such as 5.0, are accepted.
 
     Raises:
-        RolloutError: The value is invalid. The message contains it.
+        RolloutError: The value is invalid. The message contains the value.
     """
     number = given_number(value, where)
     if number != int(number):
@@ -82,7 +82,7 @@ def given_truth(value: object, where: str) -> bool:
     """Convert a bool or the number 0 or 1 of any library to a bool.
 
     Raises:
-        RolloutError: The value is invalid. The message contains it.
+        RolloutError: The value is invalid. The message contains the value.
     """
     number = scalar(value)
     if not is_number(number) or number not in (0, 1):

@@ -172,7 +172,7 @@ LOGGERS_SHOWN = ("posttrain.loop.prompts", "posttrain.loop.reward_watch", "postt
 class ScriptArguments:
     """Arguments that select the dataset."""
 
-    # Scripts still read this option of older releases, so the class has an attribute of its name.
+    # Scripts still read this option of older releases, so it remains as a class attribute.
     gradient_checkpointing_use_reentrant: ClassVar[bool] = False
 
     dataset_name: str | None = option(None, "Hub id of a dataset, a folder, or a .jsonl, .json, .csv or .parquet file.")

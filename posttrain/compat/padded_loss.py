@@ -45,7 +45,7 @@ class PaddedInputs(dict):
     works.
 
     Attributes:
-        batch: The batch, with one sequence per row.
+        batch: Original batch, with one sequence per row.
         order: (R,) row of ``batch`` from which each row of the dict was created.
         made: Copies of the original tensors, which are compared with the dict to detect changes by a subclass.
     """
@@ -83,7 +83,9 @@ class PaddedOutputs:
 
     @functools.cached_property
     def logits(self) -> Tensor:
-        """(R, T, V) logits of the padded rows. The first access computes them with another forward pass."""
+        """(R, T, V) logits of the padded rows. The first access to the property computes the logits with an additional
+        forward pass.
+        """
         return self._full()
 
     def __getattr__(self, name: str) -> Any:
@@ -125,9 +127,9 @@ def to_padded(batch: Batch, answers: int, kind: Literal["labels", "answers", "ro
 
     Returns:
         A dict with ``input_ids``, ``attention_mask`` and ``labels`` or ``completion_mask``, all (R, T) int64. For rollouts,
-        it instead contains ``prompt_ids`` and ``prompt_mask`` (R, P), padded on the left, ``completion_ids``,
-        ``completion_mask``, ``tool_mask`` and log-probs (R, C), and ``advantages`` (R,) or (R, C). Per-sequence columns (R,)
-        are added under their names.
+        the dict instead contains ``prompt_ids`` and ``prompt_mask`` (R, P), which are padded on the left. It also contains
+        ``completion_ids``, ``completion_mask``, ``tool_mask`` and log-probs (R, C), and ``advantages`` (R,) or (R, C).
+        Per-sequence columns (R,) are added under their names.
     """
     sequence = batch.sequence.max(1).values  # (R,)
     origin = torch.tensor(batch.origin, device=sequence.device)[sequence]  # (R,)
@@ -341,7 +343,8 @@ class BeforeUser(Trainer):
             loss = self.prediction_step(model, shown, prediction_loss_only=True, ignore_keys=None)[0]
             return (loss, None) if return_outputs else loss
         whole, passes = self.denominators, self._passes_of_mean
-        # In training, the subclass was called at the beginning of the step. In evaluation, it is not called, as in TRL.
+        # In training, the subclass was called at the beginning of the step. In evaluation, the subclass's get_batch_samples
+        # is not called, as in TRL.
         items = label_tokens(self.denominators, self.method.traits.takes_loss_func)
         with with_attributes(self, {"denominators": _shared(whole, passes)}):
             # If the count is None, `super()` returns the mean over the micro-batch.

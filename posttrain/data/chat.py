@@ -330,7 +330,7 @@ def apply_chat_template(
         template_kwargs: Passed to the template.
 
     Raises:
-        ArgumentTypeError: Not exactly one of ``processing_class`` and ``tokenizer`` is passed.
+        ArgumentTypeError: Neither or both of ``processing_class`` and ``tokenizer`` are passed.
         KeyError: The row does not have one of the combinations of columns that are listed under ``example``.
         DataError: The prompt is empty, or its last message has an unsupported role.
     """

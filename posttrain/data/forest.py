@@ -643,9 +643,9 @@ def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: 
     """Replace the tokens of examples with the tokens of a batch from a custom data collator.
 
     Args:
-        batch: Batch as in `unbatched`. The batch contains the first answers of all examples, then the second answers,
-            and so on. ``completion_mask (B, L)`` marks the answers. Columns of shape ``(len(examples),)`` replace the
-            examples' values.
+        batch: Batch in one of the forms that `unbatched` accepts. The batch contains the first answers of all examples, then
+            the second answers, and so on. ``completion_mask (B, L)`` marks the answers. Columns of shape ``(len(examples),)``
+            replace the examples' values.
         examples: Examples that were passed to the collator.
         branches: Names of the answers, in order.
 

@@ -719,7 +719,7 @@ def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     if ids == [eos]:
         return ids
     kept = len(ids)
-    # Remove all eos tokens and whitespace at the end, because the text may end with an eos token and the tokenizer may have
+    # Remove all eos tokens and whitespace at the end. The text may end with an eos token, and the tokenizer may have
     # appended a second one.
     while kept > 1:
         blank = ids[kept - 2] == eos and not tokenizer.decode(ids[kept - 1 : kept]).strip()

@@ -356,7 +356,7 @@ def get_training_chat_template(
         tokenizer: Deprecated name of ``processing_class``.
 
     Raises:
-        ArgumentTypeError: Not exactly one of the two arguments is passed.
+        ArgumentTypeError: Neither or both of the two arguments are passed.
         ModelError: The tokenizer has no template, or the template belongs to no known family and its assistant turns cannot be
             located. The error contains the closest family and the first difference.
     """

@@ -176,8 +176,8 @@ def group_advantages(
         group_size: Group size G.
         scale_rewards: ``group``, ``batch``, ``population`` (the group's std without Bessel's correction) or ``none``.
         aggregation: ``sum_then_normalize`` or ``normalize_then_sum``.
-        min_group_std: Minimum standard deviation (`group_spread`) of a group. In a group with a smaller one, all advantages
-            are 0, because the differences of its rewards are only noise.
+        min_group_std: Minimum standard deviation (`group_spread`) of a group. In a group with a smaller standard deviation,
+            all advantages are 0, because the differences of the group's rewards are only noise.
 
     Reference: DeepSeekMath, arXiv:2402.03300, section 4.1.2; Dr. GRPO (none), 2503.20783; GDPO, 2601.05242.
 

@@ -59,7 +59,7 @@ def importance_log_ratio(
     Args:
         logp: ``(B, T)`` log-probs under the current policy.
         old_logp: ``(B, T)`` log-probs under the policy that sampled the tokens. ``old_logp`` is None if the policy has
-            not changed since then. The log-ratio is then 0, and its gradient is that of ``logp``.
+            not changed since then. The log-ratio is then 0, and its gradient is the gradient of ``logp``.
         mask: ``(B, T)`` bool, loss tokens.
         sequence: ``(B, T)`` sequence index.
         num_sequences: Number of sequences S.

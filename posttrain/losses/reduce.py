@@ -177,7 +177,7 @@ def reduce(terms: LossTerms, denominators: Denominators) -> Tensor:
     """Compute the contribution of one forward pass to the loss of the optimizer step, times ``world_size``. The trainer calls
     ``backward()`` on the result.
 
-    Without loss tokens, the result is 0 but still depends on the loss terms, so that its backward pass runs the same
+    Without loss tokens, the result is 0. It still depends on the loss terms, so that its backward pass runs the same
     collective operations as on other ranks.
 
     Raises:

@@ -93,7 +93,7 @@ def _nucleus_from(logits: Tensor, top_p: float) -> Tensor:
         share = (ordered - log_z[rows]).exp()
         mass = share.cumsum(-1)
         # A token belongs to the nucleus if the total probability of all more likely tokens is below top_p. The most likely
-        # token always belongs to it.
+        # token always belongs to the nucleus.
         inside = ((mass - share) < top_p).sum(-1, keepdim=True).clamp_min(1)
         floor[rows] = ordered.gather(1, inside - 1)
         rows = rows[mass[:, -1] < top_p]

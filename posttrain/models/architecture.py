@@ -113,8 +113,8 @@ def label_count(model: object) -> int | None:
 
 
 def shape_of(text: Any) -> dict[str, Any]:
-    """Return the model dimensions that rollout servers report. The trainer compares them with the dimensions of its own
-    model.
+    """Return the model dimensions that rollout servers report. The trainer compares the reported dimensions with the
+    dimensions of its own model.
 
     Args:
         text: Config of the language model.

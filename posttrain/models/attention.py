@@ -202,9 +202,9 @@ def gpu_tokens(model: Module) -> int:
 
 def _dense_layout(model: Module, device: str) -> Layout:
     # With a dense mask, the cost of attention is T^2 per row, and each pass has a fixed cost for accumulating gradients.
-    # Measured for a 135M model on 2 cores: six trees of 240 tokens took 8.0 s in separate passes, 7.5 s with two trees per row,
-    # 6.5 s with three rows per pass, and 6.0 s in one pass. Memory grows with the tokens per pass (4.0 GB for 480 and 4.9 GB
-    # for 720 tokens, including the optimizer).
+    # For a 135M model on 2 cores, a step with six trees of 240 tokens took 8.0 s in separate passes. It took 7.5 s with two
+    # trees per row, 6.5 s with three rows per pass, and 6.0 s in one pass. Memory grows with the tokens per pass (4.0 GB for
+    # 480 and 4.9 GB for 720 tokens, including the optimizer).
     if device == "cpu":
         return Layout("tree", dense_mask=True, row_tokens=256, pass_tokens=512)
     return Layout("tree", dense_mask=True, row_tokens=ROW_TOKENS, pass_tokens=gpu_tokens(model))

@@ -95,7 +95,8 @@ class Pass:
     """Arguments of a forward pass; see `forward`. The arguments are sent to all processes that compute a batch together.
 
     Attributes:
-        compares: Whether the process that owns the batch compares the last hidden states with those of another model.
+        compares: Whether the process that owns the batch compares its last hidden states with the hidden states of another
+            model.
     """
 
     batch: Batch
@@ -270,7 +271,7 @@ def batch_logps(
     that remains after truncation (an empty list without truncation). The completions are in the order of the collated rows.
 
     Args:
-        model: Model, wrapped as in the run.
+        model: Model with the wrappers of the run, e.g. DDP.
         batches: Pairs of a batch on the model's device and a flag. If the flag is False, the results of the batch are
             dropped, and the batch only keeps ranks synchronized.
         temperature: Temperature by which the logits are divided.

@@ -339,8 +339,9 @@ def _owner_of(forward: Any) -> Any:
     """Return the model to which ``forward`` belongs, even if accelerate has wrapped ``forward``. Return None if ``forward``
     does not accept ``token_head``.
 
-    accelerate wraps the forward method of a prepared model in autocast and keeps only ``__wrapped__``. If this wrapper
-    were patched again, the head would run outside autocast, and a bfloat16 run would compute it in float32.
+    accelerate wraps the forward method of a prepared model in autocast and keeps only ``__wrapped__``. If accelerate's
+    wrapper was patched a second time, the head would run outside of autocast, and a bfloat16 run would compute the head in
+    float32.
     """
     owner, takes_head = None, False
     while forward is not None:

@@ -1002,7 +1002,7 @@ def check_saved_config(model: nn.Module) -> None:
 def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:
     """Apply ``chat_template_path`` (a file), ``eos_token`` and ``pad_token`` to the tokenizer.
 
-    Call this before any row is tokenized.
+    Call this function before any row is tokenized.
 
     Raises:
         ArgumentTypeError: ``tokenizer`` is neither a tokenizer nor a processor.

@@ -314,7 +314,7 @@ def _glibc() -> Any:
 
 
 def _set(values: dict[int, int]) -> bool:
-    """Set values with `mallopt`. Return whether glibc accepted all of them."""
+    """Set values with `mallopt`. Return whether glibc accepted all values."""
     try:
         library = _glibc()
     except (OSError, TypeError):  # ctypes cannot load the C library, e.g. on Windows.

@@ -229,8 +229,9 @@ def estimate_memory(work: Workload) -> MemoryEstimate:
     """Estimate the peak memory of one process of a run.
 
     ``standing`` contains the memory of weights, optimizer states and frozen models. ``moments`` contains the additional
-    memory of each phase of a step. The phases are forward and backward (gradients, activations, chunks of logits), the
-    optimizer step, the reference's forward pass, and generation (keys and values, logits of the running sequences)::
+    memory of each phase of a step. The phases are forward and backward, the optimizer step, the reference's forward pass, and
+    generation. Forward and backward need gradients, activations and chunks of logits. Generation needs keys and values, and
+    logits of the running sequences::
 
         peak = standing + max(moments)
 
@@ -313,8 +314,8 @@ def _unpacked(shadow: Shadow, dtype: torch.dtype) -> int:
 
 
 def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> dict[str, int]:
-    """Trace the batch with the most tokens and the batch with the most loss tokens. Return the memory of the one with the
-    larger peak.
+    """Trace the batch with the most tokens and the batch with the most loss tokens. Return the traced memory with the larger
+    peak.
     """
     options = {"training": training, "accumulating": accumulating, "needs": work.needs, "autocast": work.autocast}
     options["pixels"] = work.pixels

@@ -60,8 +60,8 @@ from posttrain.models.attention import (
 logger = logging.getLogger(__name__)
 
 
-# Maximum difference of outputs, as a fraction of the standard deviation of the reference values. In half precision, it is
-# 0.1.
+# Maximum difference of outputs, as a fraction of the standard deviation of the reference values. In half precision, the
+# tolerance is 0.1.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 
 
@@ -165,8 +165,8 @@ def rounded_otherwise(model: Module) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]:
-    """Return the cases of a probe. Each case is the length of its longest prompt in tokens, and a context in which the model
-    runs.
+    """Return the cases of a probe. Each case consists of the length of its longest prompt in tokens and a context in which
+    the model runs.
 
     The first case is the unchanged model. The second case reduces the model's attention windows to `NARROW` inside the context,
     because they are longer than the sequences of a probe. A window that cannot be reduced is tested with a longer prompt.
@@ -225,11 +225,12 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     with one sequence each. If a layout is rejected, a warning is logged with the reason.
 
     The probe runs once per config, attention backend, dtype and adapter. The probe's rows are a prompt with three
-    completions, a second tree, and a prefix tree of two turns. In all `probe_cases`, log-probs and gradients are compared
-    with those of separate sequences, which the model's own forward method and output head compute. The tolerance of log-probs
-    is 1e-4 of their standard deviation in float32 (0.1 in half precision). The tolerance of gradients is 3e-4 of the largest
-    gradient (0.3 in half precision). Mamba-1 and some custom models fail the probe and are trained on padded rows. Models
-    with recurrent layers pass the probe if the functions of these layers support prefix trees (`posttrain.models.recurrent`).
+    completions, a second tree, and a prefix tree of two turns. The log-probs and gradients of all `probe_cases` are compared
+    with those of separate sequences. The model's own forward method and output head compute the separate sequences. The
+    tolerance of log-probs is 1e-4 of their standard deviation in float32 (0.1 in half precision). The tolerance of gradients
+    is 3e-4 of the largest gradient (0.3 in half precision). Mamba-1 and some custom models fail the probe and are trained on
+    padded rows. Models with recurrent layers pass the probe if the functions of these layers support prefix trees
+    (`posttrain.models.recurrent`).
 
     The frequencies of longrope depend on the longest sequence of a pass. The probe does not test long sequences.
     `rope_limits` contains the lengths at which frequencies change, and the layout puts longer sequences into separate passes.
@@ -313,7 +314,7 @@ def _refuse_wrong_outputs(model: Module) -> None:
     inner: Any = causal_lm(model)
     text, *ends = random_prompts(inner.config.get_text_config().vocab_size, (SHORT, 1, 1))
     mask = [0, *[1] * (len(text) - 1), 0]
-    with evaluating(model):  # Dropout would make the two results differ.
+    with evaluating(model):  # With dropout, the two results would differ.
         one, other = (_truth(model, [Row([], [[*text, *end]], [mask])]) for end in ends)
     if not one.isfinite().all():
         odd = weights_not_finite(model)

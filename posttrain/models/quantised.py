@@ -135,8 +135,8 @@ def is_packed(weight: Any) -> bool:
 
 
 def dequantized_weight(layer: nn.Module) -> torch.Tensor:
-    """Return the weight of a layer, dequantized if necessary. 4-bit weights of bitsandbytes are dequantized to the dtype in
-    which the model was loaded, and 8-bit weights to float32.
+    """Return the weight of a layer, dequantized if necessary. bitsandbytes dequantizes 4-bit weights to the dtype in which
+    the model was loaded, and 8-bit weights to float32.
     """
     from peft.utils.integrations import dequantize_bnb_weight, dequantize_module_weight
 

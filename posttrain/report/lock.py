@@ -36,8 +36,8 @@ def check_writable(output_dir: str | None) -> None:
     """Check that ``output_dir`` is writable and not used by another run.
 
     Raises:
-        ConfigError: ``output_dir`` is empty, is a file, is not writable, is in use by a running process, or its name is not
-            valid in the encoding of the locale.
+        ConfigError: ``output_dir`` is empty, is a file, is not writable, is in use by a running process, or has a name that
+            is not valid in the encoding of the locale.
     """
     if not output_dir:
         raise ConfigError("output_dir is empty. Fix: set it to a folder for checkpoints and the run record.")

@@ -1,5 +1,5 @@
-"""Live display of a run. On a terminal, it shows metrics and a progress bar. In a notebook, it shows a table. At the end, it
-prints a summary.
+"""Live display of a run. On a terminal, the display shows metrics and a progress bar. In a notebook, it shows a table. A
+summary is printed at the end of the run.
 """
 
 from __future__ import annotations
