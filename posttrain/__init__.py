@@ -22,9 +22,9 @@ __version__ = "0.2.0"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-# THP_MEM_ALLOC_ENABLE must be set before torch allocates memory. With it, torch uses 2 MB pages for large tensors. The
-# operating system provides new memory for each tensor. With 4 kB pages, this took up to 20 % of the time of a step on a
-# virtual machine.
+# THP_MEM_ALLOC_ENABLE must be set before torch allocates memory. With this variable, torch uses 2 MB pages for large
+# tensors. The operating system provides new memory for each tensor. With 4 kB pages, this took up to 20 % of the time of a
+# step on a virtual machine.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # Public names, grouped by module. Python code and type checkers read the names from the same stub file.

@@ -162,7 +162,7 @@ class BadRequest(RolloutServerError, ValueError):
     """Raised for an invalid request to a rollout server. A retry would fail too.
 
     Attributes:
-        index: Index of the prompt that caused the error. None if no single prompt caused it.
+        index: Index of the prompt that caused the error. None if no single prompt caused the error.
     """
 
     def __init__(self, message: str, *, index: int | None = None, **kwargs: Any) -> None:

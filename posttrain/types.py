@@ -424,7 +424,7 @@ class TokenLoss:
 
 @dataclass(slots=True, frozen=True)
 class LossTerms:
-    """Loss terms before averaging. An objective returns them, and `posttrain.losses.reduce` averages them.
+    """Loss terms before averaging. An objective returns an instance, and `posttrain.losses.reduce` averages its terms.
 
     Attributes:
         terms: Loss terms ``(B, T)`` of tokens or ``(S,)`` of sequences.
@@ -435,8 +435,8 @@ class LossTerms:
         constant: Fixed length by which the reduction ``constant`` divides.
         count: Name of the count in `Denominators.named` by which the reduction ``token`` divides. None: the number of trained
             tokens.
-        extra: Additional losses with their own reduction, such as an entropy bonus. Their values are added to the value of
-            this loss.
+        extra: Additional losses with their own reduction, such as an entropy bonus. The values of additional losses are added
+            to the value of this loss.
         metrics: Metrics to log.
         share: ``(S,)`` weight of each sequence in means over sequences, see `Batch.shares`. None: all weights are 1.
         sums: Statistics that are summed over the passes of an optimizer step, for `Method.end_step`. None: no
@@ -497,8 +497,8 @@ class Sampling:
         stop_token_ids: Token ids that end a completion. The stop token is part of the completion.
         seed: Seed of the engine's random generator for one call. None: the generator continues with its current state.
         min_new_tokens: Minimum number of tokens before a stop token may be sampled.
-        stop_strings: Texts that end a completion. Sampling ends after the token that completes one of these texts. The engine
-            needs a tokenizer for them.
+        stop_strings: Texts that end a completion. Sampling ends after the token that completes one of these texts. Stop
+            strings need an engine with a tokenizer.
         logit_bias: Pairs (token id, number). The number is added to the token's logit.
         no_repeat_ngram: Size of n-grams that must not occur twice in prompt and completion. 0: no limit.
         guide: Pair (kind, text) that completions must match: ``("regex", pattern)``, ``("json", schema)``,
@@ -523,7 +523,7 @@ class Sampling:
 
     @property
     def truncation(self) -> Truncation:
-        """Truncation by top_k, top_p and min_p of these settings."""
+        """Truncation by the fields top_k, top_p and min_p."""
         return Truncation(self.top_k, self.top_p, self.min_p)
 
     def unseeded(self) -> dict[str, Any]:

@@ -136,9 +136,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 def main(argv: list[str] | None = None) -> int:
     """Run the `posttrain` command with arguments.
 
-    Returns: Exit code. 0 means success, 1 means a configuration or data error (one line on stderr), and 2 means wrong usage.
-    75 means that a rollout server was lost and the run can be restarted. 78 means that a check stopped the run. 130 means that
-    the user interrupted the run.
+    Returns: Exit code of the command. 0 means success, 1 means a configuration or data error (one line on stderr), and 2
+    means wrong usage. 75 means that a rollout server was lost and the run can be restarted. 78 means that a check stopped the
+    run. 130 means that the user interrupted the run.
     """
     accept_any_character()
     tokens = list(sys.argv[1:] if argv is None else argv)

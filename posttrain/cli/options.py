@@ -264,7 +264,7 @@ def completion(commands: list[str], argv: list[str]) -> int:
 
 
 def _configs() -> Path:
-    """Return the folder of example configs. In an installed wheel, it is next to this file. In a clone, it is in
+    """Return the folder of example configs. An installed wheel has this folder next to this file, and a clone has it in
     ``examples``.
     """
     copy = Path(__file__).with_name("examples") / "configs"

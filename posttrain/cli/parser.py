@@ -81,8 +81,8 @@ class PosttrainArgumentParser(HfArgumentParser):
                 # Accept a number or a word, because transformers' parser accepts only numbers.
                 action.type = _number_or_word
             if action.choices and action.dest in checked:
-                # List the choices in the help, but do not check them. The config checks them, and its error contains a
-                # replacement for an old value.
+                # List the choices in the help without checking the value. The config checks the value, and its error
+                # contains a replacement for an old value.
                 action.metavar = "{" + ",".join(map(str, action.choices)) + "}"
                 action.choices = None
             if hint in (bool, bool | None) and f"--no_{action.dest}" not in self._option_string_actions:

@@ -37,7 +37,7 @@ def named_object(path: str, option: str) -> Any:
     imported too.
 
     Args:
-        path: Path of the object in one of these forms.
+        path: Path of the object, e.g. ``module.name``.
         option: Name of the command-line option, for messages.
 
     Raises:

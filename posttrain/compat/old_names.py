@@ -153,7 +153,7 @@ def convert(
     """Convert the keyword arguments of a constructor that have names of older releases.
 
     Args:
-        obj: Config or trainer that is constructed.
+        obj: Config or trainer whose constructor is called.
         args: Positional arguments of the constructor.
         kwargs: Keyword arguments of the constructor.
         known: Names of the constructor's parameters after ``self``.

@@ -34,8 +34,8 @@ class Layout:
             attention cannot separate several sequences in a row.
         dense_mask: Whether attention over prefix trees uses a dense mask instead of segments (see
             `posttrain.models.tree_attention`). Time and memory of a dense mask grow with the square of the row length.
-        row_tokens: Maximum number of tokens of a packed batch row. A prefix tree that joins several dataset rows has the same
-            limit. With a dense mask, the limit should be small.
+        row_tokens: Maximum number of tokens of a packed batch row. The limit applies to prefix trees that join several
+            dataset rows too. With a dense mask, the limit should be small.
         pass_tokens: Maximum number of tokens of a forward pass with a dense mask. Batch rows of similar length are stacked into
             one pass, because every pass has a fixed cost (reading weights, accumulating gradients). At most 5 % of the tokens
             of a pass are padding.
@@ -128,8 +128,8 @@ def collate(
         rows: Examples. ``Batch.origin`` contains indices into the flat list of their completions.
         pad_token_id: Id of padding tokens. Padding is identified by position, so the value does not matter.
         layout: Arrangement of the sequences.
-        whole_rows: Whether all completions of a row must be in one batch. Losses that compare completions require it.
-        together: Whether all rows must be in one batch. Losses that sort the rows of a micro-batch require it.
+        whole_rows: Whether all completions of a row must be in one batch, which losses that compare completions require.
+        together: Whether all rows must be in one batch, which losses that sort the rows of a micro-batch require.
 
     Returns:
         Batches that together contain every completion exactly once.

@@ -281,7 +281,7 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
         try:
             chat = is_conversational_from_value(row) or is_conversational(row)
         except DataError as error:
-            # The answers may be conversations that contain the text prompt. `extract_prompt` handles them later.
+            # The answers may be conversations that contain the text prompt. `extract_prompt` handles such rows later.
             if isinstance(row.get("prompt"), str):
                 chat = True
             else:

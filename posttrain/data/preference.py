@@ -326,7 +326,8 @@ def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
     chosen, rejected = example["chosen"], example["rejected"]
     if not chosen or not rejected:
         raise DataError(f"{'chosen' if not chosen else 'rejected'} is empty, but a pair needs two answers.")
-    # Arrow adds missing keys with the value None to messages. Drop these keys, so that equal messages compare as equal.
+    # Arrow adds missing keys with the value None to messages. Drop keys with the value None, so that equal messages compare
+    # as equal.
     bare = strip_none({"chosen": chosen, "rejected": rejected})
     if bare["chosen"] == bare["rejected"]:
         raise DataError("chosen and rejected are equal, so the row contains no preference. Fix: remove the row.")
@@ -558,7 +559,7 @@ def prepare_reward_dataset(
     num_proc: int | None = None,
 ) -> Any:
     """Tokenize preference rows for reward models. The result has the columns ``chosen_ids`` and ``rejected_ids``. If the rows
-    have a column ``margin``, the result has it too.
+    have a column ``margin``, the result has this column too.
 
     A pair is dropped and counted if its answers are equal, if an answer has no tokens, or if an answer is longer than
     ``max_length``.

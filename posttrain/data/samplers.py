@@ -42,7 +42,7 @@ class RepeatSampler(Sampler[int]):
     with the order of an uninterrupted run.
 
     Args:
-        data_source: Dataset with n rows. Only its length is used.
+        data_source: Dataset with n rows, of which only the length is used.
         mini_repeat_count: Number of consecutive repetitions of an index (the group size).
         batch_size: Number of different indices per chunk (the prompts of one generation batch).
         repeat_count: Number of repetitions of a chunk.

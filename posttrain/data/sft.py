@@ -284,7 +284,7 @@ HINT = "Check completion_only_loss, assistant_only_loss, max_length and the mask
 
 def with_training_template(options: SupervisedOptions, tokenizer: Tokenizer) -> SupervisedOptions:
     """Add a chat template that marks assistant turns to the options. Nothing is added without ``assistant_only_loss``, or if
-    the tokenizer's template already has such marks.
+    the tokenizer's template already marks assistant turns.
 
     The added template is used only for tokenizing. The tokenizer that is saved with the model keeps its own template.
     """

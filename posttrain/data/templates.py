@@ -267,8 +267,8 @@ def _structured(processing_class: Tokenizer, messages: list[dict[str, Any]], ima
 
 
 def _holds_for_dialogue(holds: Callable[[list[dict[str, Any]]], bool]) -> bool:
-    """Evaluate a predicate on `DIALOGUE`. If it raises a TypeError, try tool arguments as JSON text. Return False if the
-    template rejects both.
+    """Evaluate a predicate on `DIALOGUE`. If the template raises a TypeError, evaluate the predicate with tool arguments as
+    JSON text. Return False if the template rejects both.
     """
     try:
         try:

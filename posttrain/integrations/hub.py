@@ -65,7 +65,7 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
     Args:
         kind: ``model``, ``tokenizer`` or ``dataset``.
         name: Name that the user passed.
-        error: Exception that the loader raised. The message quotes its first line.
+        error: Exception that the loader raised. The message quotes the first line of this exception.
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 

@@ -112,7 +112,7 @@ def link(log_ratio: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.
     Args:
         log_ratio: Any shape and floating dtype, in nats.
         divergence: A key of `DIVERGENCES`.
-        alpha: Coefficient of ``alpha_divergence``. Other divergences do not use it.
+        alpha: Coefficient of ``alpha_divergence``. Other divergences have no coefficient.
 
     Returns:
         Scores in the log-ratio's shape and dtype.
@@ -168,7 +168,7 @@ def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tenso
 
 
 def collision_logp(logits: Tensor) -> Tensor:
-    """Compute the logarithm of the probability that two sampled tokens are equal. For logits ``z (..., V)``, it is
+    """Compute the logarithm of the probability that two sampled tokens are equal. For logits ``z (..., V)``, the result is
     ``log sum_v p_v^2 = lse(2 z) - 2 lse(z)``.
     """
     return (2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)

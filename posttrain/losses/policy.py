@@ -150,7 +150,7 @@ def engine_gap(logp: Tensor, sampled_logp: Tensor, mask: Tensor) -> dict[str, Me
 
     Args:
         logp: Log-probs of the trainer, any shape, nats.
-        sampled_logp: Log-probs of the engine, NaN if it returned no log-prob for a token.
+        sampled_logp: Log-probs of the engine, or NaN for tokens for which the engine has returned no log-prob.
         mask: Loss tokens.
 
     Returns:

@@ -406,8 +406,8 @@ DPO_LOSSES: dict[str, Formula] = {
     "sigmoid_norm": Formula(sigmoid_norm, _SCORES_AND_LENGTHS, per_token=True, of_margin=True),
 }
 
-# In losses without a reference, the "scores" are sums of the policy's log-probs. With ``per_token``, they are means per
-# token.
+# In losses without a reference, the "scores" are sums of the policy's log-probs. With ``per_token``, the "scores" are means
+# per token.
 _SIMPO = Formula(simpo, scalars=("beta", "gamma", "label_smoothing"), per_token=True)
 _REFERENCE_FREE = {
     "sigmoid": Formula(smoothed_sigmoid, scalars=_SMOOTHED),

@@ -163,7 +163,7 @@ def row_terms(
     The term of a row is repeated for all of its completions, so that the mean over sequences equals the mean over rows.
 
     Args:
-        batch: Batch of the terms. If ``branches`` is above 1, it must be collated with ``whole_rows=True``.
+        batch: Batch of the terms. If ``branches`` is above 1, the batch must be collated with ``whole_rows=True``.
         values: ``(S / branches,)`` loss terms in the order of the rows. For ``branches=1``, the terms are in the order of the
             batch's sequences.
         branches: Number of completions per row.

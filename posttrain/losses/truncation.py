@@ -14,8 +14,8 @@ The gradient of ``log r`` is the gradient of ``log pi``. No gradient flows throu
 weights, the expected gradient is the gradient of ``sum_{v in K} pi(v) A(v) / pi_s(K)``. If ``log mu`` was trained instead of
 ``log pi``, the gradient could not change the probability outside of K. In the demo, the policy then collapses (docs/grpo.md).
 
-Because of rounding or updated weights, a sampled token can be outside of the trainer's K. In this case, it is added to K.
-The rules are applied in vLLM's order: first min-p and top-k, then top-p on the renormalized probabilities of the remaining
+Because of rounding or updated weights, a sampled token can be outside of the trainer's K. In this case, the token is added to
+K. The rules are applied in vLLM's order: first min-p and top-k, then top-p on the renormalized probabilities of the remaining
 tokens. All three rules keep the most likely tokens, so K is defined by a minimum logit. Ids that are never sampled (image
 placeholders, ``suppress_tokens``) are excluded first.
 

@@ -163,7 +163,7 @@ def update_moments(moments: Moments, mean: float, var: float, count: float) -> M
         moments: Moments of all previous rewards.
         mean: Mean of the batch's rewards over all ranks and both labels.
         var: Population variance of the batch's rewards.
-        count: Number n_b of the batch's rewards. If it is 0, the moments do not change.
+        count: Number n_b of the batch's rewards. If the number is 0, the moments do not change.
 
     >>> update_moments(Moments(), 0.5, 0.25, 2.0).mean
     0.5

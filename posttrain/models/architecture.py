@@ -74,7 +74,7 @@ def query_heads(text: PretrainedConfig) -> int:
 
 
 def key_value_heads(text: PretrainedConfig) -> int:
-    """Return the number of key-value heads. Without grouped-query attention, it equals the number of query heads."""
+    """Return the number of key-value heads. Without grouped-query attention, this number equals the number of query heads."""
     return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
 

@@ -125,7 +125,7 @@ def rope_limits(model: Module) -> tuple[int | None, int | None]:
     With ``dynamic``, the frequencies depend on the longest sequence of all passes so far.
 
     Returns:
-        Two lengths in tokens. Each is None if the model has no such limit. Up to the first length, ``longrope`` uses the
+        Two lengths in tokens. A length is None if the model has no such limit. Up to the first length, ``longrope`` uses the
         frequencies of the original context. Up to the second length, ``dynamic`` uses the same frequencies in all passes. The
         number of virtual tokens is subtracted from both.
     """

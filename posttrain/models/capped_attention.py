@@ -1,8 +1,8 @@
 """Attention with scores ``cap * tanh(scale q k^T / cap)`` in PyTorch: `Capped`, `capped_attention`,
 `capped_attention_backward`.
 
-torch's flash attention for CPUs does not support a cap. `capped_attention` and `capped_attention_backward` replace it for one
-block of tree attention. The forward function also returns the log-sum-exp. The backward function gets the output and the
+torch's flash attention for CPUs does not support a cap. `capped_attention` and `capped_attention_backward` compute one block
+of tree attention with a cap. The forward function also returns the log-sum-exp. The backward function gets the output and the
 log-sum-exp of all blocks together. Queries are processed in blocks of `BLOCK`, so that the scores of all queries are never in
 memory at the same time.
 

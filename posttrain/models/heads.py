@@ -83,7 +83,8 @@ def cast_head_to_fp32(model: nn.Module) -> None:
             embeddings.register_forward_hook(lambda module, args, output: output.to(before))
 
 
-# Names of config fields. The fields in MULTIPLIERS contain a factor of the logits. The fields in CAPS contain their softcap.
+# Names of config fields. The fields in MULTIPLIERS contain a factor of the logits. The fields in CAPS contain a softcap of
+# the logits.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES_UP = ("hyperclovax",)  # Model types that multiply logits by ``logits_scaling``. Granite models divide.

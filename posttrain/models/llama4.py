@@ -1,5 +1,5 @@
-"""The chunk size and the position-dependent scale of Llama 4's attention layers. Attention functions do not receive them as
-arguments.
+"""The chunk size and the position-dependent scale of Llama 4's attention layers. Attention functions receive neither value as
+an argument.
 
 `chunk_of` returns the chunk size, `tempered` corrects the scale of queries, and `placed` does both. All three are called only
 for layers of `MODEL_TYPE`.

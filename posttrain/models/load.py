@@ -63,7 +63,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class ModelConfig:
     """Model, adapter and quantization options of the command line."""
 
-    # `trust_remote_code` is now an option of training configs. In older releases, it was an option of `ModelConfig`.
+    # `trust_remote_code` is now an option of training configs. In older releases, `trust_remote_code` was an option of
+    # `ModelConfig`.
     trust_remote_code: ClassVar[bool] = False
 
     model_name_or_path: str | None = option(None, "Folder or Hub id of the model. Training commands require it.")
@@ -566,7 +567,7 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     parameters = [f".{name}" for name, _ in model.named_parameters()]
     try:
         with warnings.catch_warnings():
-            # Ignore this warning. peft causes it by using a deprecated property of transformers.
+            # Ignore the warning that peft causes by using a deprecated property of transformers.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted = peft.get_peft_model(model, peft_config)
     # peft has no error class of its own. For example, LoftQ raises an AssertionError on a machine without GPU.

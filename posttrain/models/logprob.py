@@ -34,7 +34,7 @@ CACHE_BYTES = 3 * 2**20
 # and takes 1.4 times as long per position as a chunk of 128 positions. REPACKED: minimum number of elements of a weight for
 # which oneDNN's matrix products are used. oneDNN needs 1 to 2 ms of setup for each new number of rows.
 LEAST_POSITIONS, REPACKED = 128, 2**20
-# Whether this build of torch has oneDNN's matrix products for linear layers. Builds for x86 have them.
+# Whether this build of torch has oneDNN's matrix products for linear layers. Builds for x86 have these products.
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 NUMBERS = ("entropy", "mean_logit", "collision")
 # Maximum difference between the actual and the expected gradient of a log-prob, as a fraction of the largest gradient of any
@@ -355,7 +355,7 @@ def token_logprobs(
         weight: ``(V, H)`` weight of the output layer. The weight gets a gradient if ``weight.requires_grad`` is True.
         targets: ``(N,)`` int64 token ids.
         bias: ``(V,)`` or None.
-        logit_scale: Factor of the logits, e.g. for Cohere. For Granite, it is the inverse of ``logits_scaling``.
+        logit_scale: Factor of the logits, e.g. for Cohere. For Granite, the factor is the inverse of ``logits_scaling``.
         softcap: Cap ``c`` in ``c tanh(x / c)`` (Gemma 2).
         temperature: Temperature by which the logits are divided, above 0.
         truncation: Truncation of the sampler's distribution, e.g. top-p. If the truncation excludes tokens, the log of the

@@ -340,7 +340,7 @@ class Available:
 
     Attributes:
         free: Number of bytes that this process can use, including the bytes that it already uses.
-        total: Total number of bytes of the device. If a lower limit is set, it is the limit.
+        total: Total number of bytes of the device, or of the limit if a lower limit is set.
         where: Name of the device or of the limit, for messages.
     """
 
@@ -376,7 +376,7 @@ def _of_host() -> Available:
     for limit, use, stat in CGROUPS:
         bound = _read(limit).strip()
         if bound.isdigit() and int(bound) < machine.total:
-            # The kernel reports inactive file pages as used memory, but it can free them. So subtract them.
+            # Subtract inactive file pages. The kernel reports them as used memory, but can free them.
             pages = [line.split() for line in _read(stat).splitlines() if "inactive_file " in line]
             used = int(_read(use).strip() or 0) - (int(pages[0][1]) if pages else 0)
             inside = Available(max(int(bound) - used, 0) + mine, int(bound), "the control group of this process")

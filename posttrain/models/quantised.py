@@ -83,7 +83,8 @@ def check_quantised(
         model: Argument ``model`` of the trainer, a name or an object.
         args: The trainer's config.
         peft_config: Config of an adapter, or None.
-        quantization_config: The trainer's argument of this name. If it is None, the config in ``model_init_kwargs`` is used.
+        quantization_config: Argument ``quantization_config`` of the trainer. None: the config in ``model_init_kwargs`` is
+            used.
 
     Raises:
         ConfigError: The model has no adapter to train, or the run shards parameters (FSDP, ZeRO-3).
@@ -171,8 +172,8 @@ def _dequantized_product(layer: Any, inputs: tuple[torch.Tensor], output: torch.
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of matrix products with quantized weights. For 4-bit weights, it is read from the quantization config.
-    Otherwise, it is bfloat16.
+    """Return the dtype of matrix products with quantized weights. For 4-bit weights, the dtype is read from the quantization
+    config. Otherwise, the dtype is bfloat16.
     """
     settings = packing_of(config_of(model))
     named = getattr(settings, "bnb_4bit_compute_dtype", None) if bits_of(model) == 4 else None

@@ -293,8 +293,8 @@ class Reference:
                 "the reference would be a frozen copy of this adapter, but peft cannot create a second adapter for tied layers "
                 "(ensure_weight_tying=True). Fix: load model and adapter a second time and pass them as ref_model."
             )
-        # Reset these settings. Otherwise, creating the copy of the adapter would change base weights or replicate layers a
-        # second time.
+        # Reset init_lora_weights and layer_replication. Otherwise, creating the copy of the adapter would change base
+        # weights or replicate layers a second time.
         for name, neutral in (("init_lora_weights", True), ("layer_replication", None)):
             if hasattr(config, name):
                 setattr(config, name, neutral)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class TokenSplit(Protocol):
     """Interface of a sequence-parallel group, whose processes compute their batches together.
-    `posttrain.extensions.sequence_parallel.split` implements it.
+    `posttrain.extensions.sequence_parallel.split` implements the interface.
     """
 
     @property
@@ -53,7 +53,7 @@ class TokenSplit(Protocol):
         ...
 
 
-# Sequence-parallel group of this process. All trainers in the process use it, like accelerate's state.
+# Sequence-parallel group of this process. All trainers in the process share the group, like accelerate's state.
 _active: TokenSplit | None = None
 
 

@@ -526,7 +526,7 @@ def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
 @cache
 def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return the function that transformers calls for an attention backend. For calls with a `Forest`, the function computes
-    tree attention. For other calls, it calls the backend ``own``.
+    tree attention. For other calls, the function calls the backend ``own``.
     """
 
     def attention(

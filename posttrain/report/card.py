@@ -63,14 +63,14 @@ def generate_model_card(
         hub_model_id: Hub id of the trained model. Without an id, the quick start uses ``model_name``.
         dataset_name: Hub ids or names of the training datasets.
         tags: Tags to add to the metadata, after ``generated_from_trainer``.
-        wandb_url: URL of the run on Weights & Biases, if there is one.
-        trackio_url: URL of the run on Trackio, if there is one.
-        comet_url: URL of the run on Comet, if there is one.
+        wandb_url: URL of the run on Weights & Biases. None: no link.
+        trackio_url: URL of the run on Trackio. None: no link.
+        comet_url: URL of the run on Comet. None: no link.
         paper_title: Title of the paper that introduced the method.
         paper_id: arXiv id of the method's paper.
         trainer_citation: BibTeX entry of the method's paper.
         task: ``text-generation``, or ``text-classification`` for a reward model.
-        chat: Whether the quick start of a generative model uses messages. Otherwise it uses plain text.
+        chat: Whether the quick start of a generative model uses messages. If False, the quick start uses plain text.
 
     Returns:
         The card. ``str(card)`` is its text, and ``card.save(path)`` writes it.

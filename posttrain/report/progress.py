@@ -1,5 +1,5 @@
-"""Live display of a run. On a terminal, the display shows metrics and a progress bar. In a notebook, it shows a table. A
-summary is printed at the end of the run.
+"""Live display of a run. On a terminal, the display shows metrics and a progress bar. In a notebook, the display shows a
+table. A summary is printed at the end of the run.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         accept_any_character()
         self.console = console or Console(file=sys.stdout)
         self.progress: Progress | None = None
-        # Function that returns whether Ctrl-C or SIGTERM stopped the run. `use_rich_progress` replaces it.
+        # Function that returns whether Ctrl-C or SIGTERM stopped the run. `use_rich_progress` replaces this function.
         self.interrupted: Callable[[], bool] = lambda: False
         self._table: Any = None
         self._rows: list[dict[str, str]] = []

@@ -321,7 +321,7 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.args, self.tokenizer = args, tokenizer
         # Functions that are called with rows of completions and a bool: whether the rows come from evaluation.
         self.listeners: list[Callable[[list[dict[str, Any]], bool], None]] = []
-        # Function that returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces it.
+        # Function that returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces this function.
         self.interrupted: Callable[[], bool] = lambda: False
         self._step = 0
         # Findings that were reported before the folder was locked. None once the folder is locked.

@@ -90,7 +90,7 @@ def _outer(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _Inside(NamedTuple):
-    """Tensors of all chunks that do not depend on recurrent states. The module's docstring defines them."""
+    """Tensors of all chunks that do not depend on recurrent states. The module's docstring defines the tensors."""
 
     q: Tensor  # (N, G, C, dk)
     k: Tensor
