@@ -40,7 +40,7 @@ class _Both:
 
 
 def keep_stderr() -> None:
-    """If `posttrain` launched this process, copy its stderr to a file, including the trace of a crash."""
+    """Copy the stderr of a process that `posttrain` launched to a file, including the trace of a crash."""
     folder = os.environ.get(EXIT_CODES)
     if folder is None or isinstance(sys.stderr, _Both):
         return
@@ -53,7 +53,7 @@ def keep_stderr() -> None:
 
 
 def leave_code(code: int) -> None:
-    """If `posttrain` launched this process, store its exit code, unless it is 0."""
+    """Store the exit code of a process that `posttrain` launched, unless the code is 0."""
     folder = os.environ.get(EXIT_CODES)
     if code and folder is not None:
         Path(folder, f"{os.environ.get('RANK', '0')}.code").write_text(str(code), encoding="utf-8")

@@ -24,8 +24,8 @@ PARTS = f"{SAMPLE}, score(rollouts, mode) or advantages(rollouts, rewards, logps
 
 
 def _rows(methods: dict[str, str]) -> dict[str, str]:
-    """Invert a mapping from hooks to methods. ``methods`` maps each hook to the names of the methods that it replaces,
-    separated by spaces.
+    """Map each method to its hook. ``methods`` maps each hook to the names of the methods that it replaces, separated by
+    spaces.
     """
     return {name: hook for hook, names in methods.items() for name in names.split()}
 

@@ -128,7 +128,7 @@ def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -
 
 
 def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
-    """If a row has no ``prompt`` column, separate the prompt from the answers. The prompt is the common beginning of chosen
+    """Separate the prompt from the answers if a row has no ``prompt`` column. The prompt is the common beginning of chosen
     and rejected. A third answer must begin with this prompt too.
     """
     parted = dict(maybe_extract_prompt(row))

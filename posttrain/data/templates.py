@@ -255,8 +255,8 @@ DIALOGUE = (
 
 
 def _structured(processing_class: Tokenizer, messages: list[dict[str, Any]], image: Any = None) -> list[dict[str, Any]]:
-    """For a processor, convert messages to content blocks. ``image`` becomes the first block. For a tokenizer, return
-    messages unchanged.
+    """Convert messages to content blocks for a processor. ``image`` becomes the first block. For a tokenizer, return messages
+    unchanged.
     """
     if inner_tokenizer(processing_class) is processing_class:
         return messages

@@ -256,8 +256,8 @@ def hybrid_divergence(
     Args:
         log_q: ``(..., V)`` log-probs of the student.
         log_p: ``(..., W)`` log-probs of the teacher.
-        matched: Ids ``(M,)`` in the student's vocabulary and ids ``(M,)`` in the teacher's vocabulary. The i-th ids of both
-            stand for the same bytes.
+        matched: Ids ``(M,)`` in the student's vocabulary and ids ``(M,)`` in the teacher's vocabulary. The i-th id of the
+            student and the i-th id of the teacher stand for the same bytes.
         beta: See `divergence`.
     """
     mine, theirs = matched

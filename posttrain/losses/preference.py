@@ -5,7 +5,7 @@ The arguments of every function are tensors ``(P,)`` in float32 or float64 with 
 
 - ``logp``: sum of log-probs over the tokens of the completion, in nats;
 - ``ratio``: the sum of log-probs under the policy minus the sum under the reference model;
-- ``score``: the score of the ratio under an f-divergence (`posttrain.losses.divergence.link`);
+- ``score``: the score of the ratio under an f-divergence (`posttrain.losses.divergence`);
 - ``length``: number of tokens of the completion.
 
 In formulas, ``+`` marks the chosen and ``-`` the rejected completion. L is the ratio, s is the score, ``d = s+ - s-`` is the

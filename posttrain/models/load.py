@@ -408,7 +408,7 @@ def create_model_from_path(
         raise ModelError(
             f"a weight file of {model_id!r} cannot be read: {error}. Fix: copy or download the file again."
         ) from error
-    # Under ZeRO-3, transformers does not list all missing keys. Missing buffers are no problem, because the model computes
+    # Under ZeRO-3, transformers does not list all missing keys. Missing buffers are allowed, because the model computes
     # them.
     if (architecture is None or not new_head) and not is_deepspeed_zero3_enabled():
         # With ignore_mismatched_sizes=True, parameters whose shape differs from the checkpoint's are random too.

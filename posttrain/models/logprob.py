@@ -190,7 +190,7 @@ class _Ahead:
             self.sums.add(part, dz)
 
     def scaled(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-        """Rescale the accumulated gradients to the actual gradient ``grad (N,)`` of the log-probs. Return None if ``grad`` is
+        """Scale the accumulated gradients to the actual gradient ``grad (N,)`` of the log-probs. Return None if ``grad`` is
         not a multiple of the expected gradient.
         """
         hidden, weight, bias = self.sums.gradients()

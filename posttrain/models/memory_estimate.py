@@ -314,8 +314,8 @@ def _unpacked(shadow: Shadow, dtype: torch.dtype) -> int:
 
 
 def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> dict[str, int]:
-    """Trace the batch with the most tokens and the batch with the most loss tokens. Return the traced memory with the larger
-    peak.
+    """Estimate the memory of the batch with the most tokens and of the batch with the most loss tokens. Return the estimate
+    with the larger peak.
     """
     options = {"training": training, "accumulating": accumulating, "needs": work.needs, "autocast": work.autocast}
     options["pixels"] = work.pixels

@@ -562,7 +562,7 @@ def flattens_parameters(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def summoned(model: torch.nn.Module) -> Iterator[None]:
-    """If FSDP1 has flattened the parameters, restore the full parameters under their names inside the context."""
+    """Restore the full parameters of FSDP1 under their names inside the context. Without FSDP1, the context has no effect."""
     if not flattens_parameters(model):
         yield
         return
