@@ -209,8 +209,8 @@ def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
 
 
 def raised_at(error: BaseException, besides: str = "") -> str:
-    """Return the file and line of the last stack frame of an error in the user's code. Frames in libraries and in the file
-    ``besides`` are ignored. Return "" if no frame remains.
+    """Return the file and line of the last stack frame of an error in the user's code. Frames in the file ``besides`` are
+    ignored. Frames in libraries are only returned if there are no other frames. Return "" if no frame remains.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != besides]
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<frozen")] or frames

@@ -33,7 +33,8 @@ class Prepared(NamedTuple):
     Attributes:
         rows: Rows in the order of the examples.
         findings: Problems that were found during preparation.
-        cut: Number of truncated rows, or None if it is unknown. A row whose length equals the limit is counted as truncated.
+        cut: Number of truncated rows. None: the number is unknown. Rows whose length equals the limit are then treated as
+            truncated.
         numbers: Number of each row's example in the dataset. None: the numbers of the examples, or unknown.
         reasons: Reasons why rows were dropped.
     """

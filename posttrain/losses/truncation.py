@@ -4,9 +4,9 @@ Top-k, top-p and min-p keep a set K of tokens. The next token is sampled from th
 
     mu(v) = pi_s(v) / pi_s(K)   for v in K,   0 elsewhere;    pi = softmax(logits / temperature),   pi(K) = sum_{u in K} pi(u)
 
-Engines return ``log mu`` of sampled tokens. A ratio of the trainer's ``pi`` and ``mu`` would be too small by the factor
-``pi(K)`` (about 0.95 with ``top_p=0.95``). The trainer therefore computes K from its own logits by the same rule. The ratio
-then compares the two renormalized distributions::
+Engines return ``log mu`` of sampled tokens. The plain ratio ``pi(v) / mu(v)`` would be too small by the factor ``pi(K)``
+(about 0.95 with ``top_p=0.95``). The trainer therefore computes K from its own logits by the same rule. The ratio then
+compares the two renormalized distributions::
 
     r(v) = pi(v) / (pi(K) mu(v)),    E_mu[r] = 1 with the weights that sampled, and with other weights if they have the same K
 
