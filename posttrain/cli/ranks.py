@@ -74,7 +74,7 @@ def launch() -> None:
         sys.exit(128 + int(received.sigval))
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            # Ignore SIGTERM. The launcher sends it to the remaining processes after one has failed.
+            # Ignore SIGTERM, which the launcher sends to the remaining processes after one process has failed.
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
                 Path(os.environ[EXIT_CODES], f"{rank}.signal").write_text(str(-failure.exitcode), encoding="utf-8")
         raise

@@ -549,7 +549,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
-    """Return the full tensor. If FSDP2 has sharded it, this is a collective operation, and every rank must call it."""
+    """Return the full tensor. For a tensor that FSDP2 has sharded, this is a collective operation, and every rank must call
+    the function.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -71,8 +71,8 @@ def replaced(model: nn.Module) -> str:
 def _passes_arguments(file: str) -> bool:
     """Return whether all methods that call a modeling file's recurrent functions accept arbitrary keyword arguments.
 
-    The methods of LFM2 in transformers 5.17 to 5.19 do not accept them, so ``forest`` and ``recurrent_states`` would be
-    silently ignored.
+    The methods of LFM2 in transformers 5.17 to 5.19 accept only some keyword arguments, so ``forest`` and
+    ``recurrent_states`` would be silently ignored.
     """
     classes = [one for one in vars(sys.modules[file]).values() if isinstance(one, type) and one.__module__ == file]
     methods = [inspect.unwrap(method) for one in classes for method in vars(one).values() if inspect.isfunction(method)]
