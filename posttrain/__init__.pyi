@@ -1,4 +1,4 @@
-"""Every public name and where it stands: type checkers read it, and `posttrain/__init__.py` loads names by it."""
+"""Public names and their modules. Type checkers read this file, and `posttrain/__init__.py` loads the names from it."""
 
 from .extensions.asynchronous.grpo_config import AsyncGRPOConfig as AsyncGRPOConfig
 from .methods.bco import BCOConfig as BCOConfig

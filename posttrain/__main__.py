@@ -1,4 +1,4 @@
-"""`python -m posttrain`: the `posttrain` command."""
+"""Entry point of `python -m posttrain`, which runs the `posttrain` command."""
 
 import sys
 

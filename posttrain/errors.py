@@ -1,4 +1,4 @@
-"""All exceptions of the package. Messages describe what is wrong, where, both values, and the fix.
+"""Exceptions of the package. Messages describe what is wrong, where, both values, and the fix.
 
 Each class also inherits from a standard exception such as ValueError, so that ``except ValueError`` catches it.
 """
@@ -76,7 +76,7 @@ class DataError(PosttrainError, ValueError):
 
 
 class ArgumentTypeError(PosttrainError, TypeError):
-    """Raised for an argument of the wrong type. The message contains the type."""
+    """Raised for an argument of the wrong type. The message contains the argument's type."""
 
 
 class ModelError(PosttrainError, ValueError):
@@ -88,14 +88,14 @@ class RewardError(PosttrainError, ValueError):
 
 
 class RolloutError(PosttrainError, RuntimeError):
-    """Raised for a rollout engine that could not return what was requested."""
+    """Raised if a rollout engine could not return the requested completions."""
 
 
 class RolloutInterrupted(KeyboardInterrupt):
     """Raised by Ctrl-C during generation.
 
     Attributes:
-        rollouts: All requested completions in order. Unfinished ones have the finish reason ``abort``.
+        rollouts: All requested completions in order. Unfinished completions have the finish reason ``abort``.
     """
 
     def __init__(self, message: str, rollouts: list[Rollout]) -> None:
@@ -104,29 +104,29 @@ class RolloutInterrupted(KeyboardInterrupt):
 
 
 class RolloutServerError(RolloutError):
-    """Raised for a rollout server that failed, or whose reply cannot be trained on.
+    """Raised if a rollout server failed, or if its reply cannot be trained on.
 
     Attributes:
         url: URL of the server.
         log_tail: End of the server's log, if the server sent it.
     """
 
-    # Exit code EX_TEMPFAIL of sysexits.h, with which a scheduler may restart the run.
+    # Exit code EX_TEMPFAIL of sysexits.h. After this exit code, a scheduler may restart the run.
     exit_code = 75
-    timed_out = held = False  # See `ServerUnreachable` and `ServerBusy` for the meaning of these attributes.
+    timed_out = held = False  # `ServerUnreachable` and `ServerBusy` document these attributes.
 
     def __init__(self, message: str, *, url: str = "", log_tail: str = "") -> None:
         super().__init__(f"{message}\nThe end of the server's log:\n{log_tail}" if log_tail else message)
         self.url, self.log_tail = url, log_tail
 
-    # Ranks exchange pickled errors. Without this method, keyword arguments would be lost.
+    # Ranks exchange pickled errors. Without this method, unpickling would lose keyword arguments.
     def __reduce__(self) -> Any:
         return _restored, (type(self), self.args, self.__dict__)
 
 
 def _restored(kind: type[RolloutServerError], args: tuple, state: dict[str, Any]) -> RolloutServerError:
-    # Call `__new__` on the base class. It is refused on other classes, because `ServerUnreachable` has the memory layout of
-    # `OSError`.
+    # Call `__new__` of the base class. Python rejects `__new__` of other classes, because `ServerUnreachable` has the memory
+    # layout of `OSError`.
     base: Any = kind.__base__
     error = base.__new__(kind)
     error.args = args
@@ -147,7 +147,7 @@ class ServerUnreachable(RolloutServerError, ConnectionError):
 
 
 class ServerBusy(RolloutServerError):
-    """Raised if a rollout server rejects requests for now, because it is full, asleep, or used by another trainer.
+    """Raised if a rollout server temporarily rejects requests, because it is full, asleep, or used by another trainer.
 
     Attributes:
         held: Whether another trainer uses the server. A retry does not help.
@@ -162,7 +162,7 @@ class BadRequest(RolloutServerError, ValueError):
     """Raised for an invalid request to a rollout server. A retry would fail too.
 
     Attributes:
-        index: Index of the prompt that caused the error. None if no single prompt did.
+        index: Index of the prompt that caused the error. None if no single prompt caused the error.
     """
 
     def __init__(self, message: str, *, index: int | None = None, **kwargs: Any) -> None:
@@ -176,7 +176,7 @@ class WeightSyncError(RolloutServerError):
     Attributes:
         phase: ``begin``, ``bucket``, ``adapter``, ``end``, ``reply`` (a completion came from other weights) or
             ``generate``.
-        version: Version that was sent or expected.
+        version: Version of the weights that was sent or expected.
     """
 
     def __init__(self, message: str, *, phase: str, version: int | None = None, **kwargs: Any) -> None:
@@ -185,7 +185,7 @@ class WeightSyncError(RolloutServerError):
 
 
 class CheckpointError(PosttrainError, RuntimeError):
-    """Raised for a checkpoint that is missing, is incomplete, or belongs to another run."""
+    """Raised for a checkpoint that is missing, incomplete, or from another run."""
 
 
 class MissingDependencyError(PosttrainError, ImportError):
@@ -193,7 +193,8 @@ class MissingDependencyError(PosttrainError, ImportError):
 
 
 def did_you_mean(value: object, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return ``" (did you mean 'grpo'?)"`` for the closest of ``choices``, or ``""`` when nothing is close.
+    """Return a hint ``" (did you mean 'grpo'?)"`` with the choice that is most similar to ``value``. Return ``""`` if no
+    choice is similar.
 
     >>> did_you_mean("gpro", ["grpo", "dapo"])
     " (did you mean 'grpo'?)"
@@ -208,8 +209,8 @@ def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
 
 
 def raised_at(error: BaseException, besides: str = "") -> str:
-    """Return file and line of the last stack frame in the user's code. Frames in libraries and in the file ``besides`` are
-    ignored. Return "" if there is no such frame.
+    """Return the file and line of the last stack frame of an error in the user's code. Frames in the file ``besides`` are
+    ignored. Frames in libraries are only returned if there are no other frames. Return "" if no frame remains.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != besides]
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<frozen")] or frames
@@ -217,7 +218,7 @@ def raised_at(error: BaseException, besides: str = "") -> str:
 
 
 def unknown_arguments(cls: type, given: Iterable[str]) -> list[str]:
-    """Return the keywords that a class's constructor does not accept."""
+    """Return the names in ``given`` that a class's constructor does not accept as keywords."""
     known = _parameters(cls)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return []
@@ -232,7 +233,7 @@ def refuse_unknown_arguments(
     Args:
         cls: Class whose constructor was called.
         names: Unknown keywords.
-        fixes: What to use instead, for some of the keywords.
+        fixes: Replacements of some of the unknown keywords, as text.
         error: Class of the error. None: `ArgumentTypeError`.
 
     Raises:
@@ -253,9 +254,9 @@ def check_rules(config: object, rules: Iterable[tuple[str, bool, str]]) -> None:
     """Raise an error for the first field of a config that violates its rule.
 
     Args:
-        config: Object with the fields.
-        rules: Tuples of three: name of the field, whether its value is valid, and the rule in words, for example "must be above
-            0".
+        config: Config object with the fields.
+        rules: Tuples of the name of a field, whether the field's value is valid, and the rule in words, for example "must be
+            above 0".
 
     Raises:
         ConfigError: A rule is violated. The message contains the field, its value and the rule.
@@ -290,4 +291,4 @@ def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
         raise ConfigError(f"{field}={value!r} is not known{did_you_mean(value, options)}. Choose one of: {listed}.")
 
 
-ROUNDING = 1e-6  # Tolerance in nats, because a log-softmax in float32 can be slightly above 0.
+ROUNDING = 1e-6  # Tolerance of log-probs in nats. A log-softmax in float32 can be slightly above 0.

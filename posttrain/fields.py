@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Range:
-    """Range of allowed finite numbers for a field. A limit of None means that there is no limit."""
+    """Range of allowed finite numbers for a config field. By default, a range has no limits."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -37,12 +37,12 @@ class Range:
 
 
 class OneOf(tuple):
-    """Allowed values of a field whose type cannot express them, because a command line does not support unions of str
-    and bool.
+    """Allowed values of a config field, for fields whose type cannot express them. For example, a command line does not
+    support unions of str and bool.
     """
 
 
-# Field types that have the same names as pydantic's types. `check_fields` validates them.
+# Field types with the names of pydantic's types. `check_fields` validates the values.
 PositiveInt = Annotated[int, Range(least=1)]
 NonNegativeInt = Annotated[int, Range(least=0)]
 Port = Annotated[int, Range(least=0, most=65535)]
@@ -55,12 +55,12 @@ _KINDS = {int: numbers.Integral, float: numbers.Real, str: str | os.PathLike, ty
 
 
 def option(default: Any, text: str) -> Any:
-    """Return a config field with its default and help text."""
+    """Create a config field with a default and a help text."""
     return field(default=default, metadata={"help": text})
 
 
 def accepting(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that also accepts names of older releases as keywords (`posttrain.compat.old_names`)."""
+    """Wrap a constructor so that it also accepts option names of older releases as keywords (`posttrain.compat.old_names`)."""
     parameters = inspect.signature(init).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return init
@@ -76,7 +76,8 @@ def accepting(init: Callable[..., None]) -> Callable[..., None]:
         try:
             init(self, *args, **kwargs)
         except ValueError:
-            # A value from an older release may have caused the error, so check for such values.
+            # An option value of an older release may have caused the error. If the arguments contain an old value, convert
+            # it and call the constructor a second time.
             given = dict(zip(known, args, strict=False)) | kwargs
             present = importlib.import_module("posttrain.compat.old_values").converted(type(self), given)
             if present is None:
@@ -89,11 +90,12 @@ def accepting(init: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass_transform(field_specifiers=(field, option))
 def config(cls: type[T]) -> type[T]:
-    """Decorate a class as a dataclass whose constructor and attributes also accept names of older releases."""
+    """Convert a class to a dataclass whose constructor and attributes also accept option names of older releases."""
     made: Any = dataclass(cls)
     made.__init__ = accepting(made.__init__)
     made.__getattr__ = _old_attribute
-    # `help` and the tooltips of notebooks display this list of options: the options of this class, and then inherited ones.
+    # List the options in the docstring, which `help` and notebooks display. Options of the class itself come before
+    # inherited options.
     options = sorted(fields(made), key=lambda option: option.name not in vars(cls).get("__annotations__", {}))
     listed = [f"    {option.name}: {option.metadata['help']}" for option in options if "help" in option.metadata]
     made.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", "Args:", *listed])
@@ -112,22 +114,22 @@ def _old_attribute(self: object, name: str) -> Any:
 
 
 def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
-    """Raise an error for keyword arguments that a constructor neither accepts nor converts. One error lists all of them.
+    """Raise one error for all keyword arguments that a constructor neither accepts nor converts.
 
     Raises:
-        ArgumentTypeError: A keyword is not accepted. The message contains all such keywords with their replacements.
+        ArgumentTypeError: A keyword is not accepted. The message contains all rejected keywords with their replacements.
     """
     if unknown := unknown_arguments(cls, given):
         old_names = importlib.import_module("posttrain.compat.old_names")
         old_names.check_arguments(cls, {name: given[name] for name in unknown})
-        # Wrap the constructor, because a user's subclass may be a plain dataclass.
+        # Wrap the constructor if necessary, because a user's subclass may be a plain dataclass.
         if "__wrapped__" not in vars(cls.__init__):
             cls.__init__ = accepting(cls.__init__)
 
 
 def read_mapping(name: str, value: object) -> Any:
-    """Convert the text of a JSON object to a mapping, because command lines pass mappings as JSON. Other values are returned
-    unchanged.
+    """Convert the text of a JSON object to a mapping. Mappings and None are returned unchanged. Command lines pass mappings
+    as JSON.
 
     Raises:
         ConfigError: The value is a list, a number, or a string that is not a JSON object.
@@ -147,13 +149,13 @@ def read_mapping(name: str, value: object) -> Any:
 
 
 def check_fields(config: Any, *, beside: type) -> None:
-    """Raise an error for the first field of a config with a value of the wrong type or out of range.
+    """Raise an error for the first config field whose value has the wrong type or is out of range.
 
-    The contents of lists and mappings are not checked here. The code that reads these contents checks them.
+    Contents of lists and mappings are not checked. The code that uses the contents of lists and mappings checks them.
 
     Args:
         config: A dataclass.
-        beside: Base class whose fields are skipped, except mappings and file paths.
+        beside: Base class whose fields are not checked, except fields for mappings.
 
     Raises:
         ConfigError: A value is invalid. The message contains the field, its value, the allowed values and its purpose.
@@ -166,7 +168,8 @@ def check_fields(config: Any, *, beside: type) -> None:
             check_choice(name, value, choices)
         raise ConfigError(f"{name}={value!r} must be {_words(kind, value)}. Meaning: {text}")
     for name in vars(beside).get("_VALID_DICT_FIELDS", ()):
-        # transformers would open such a value as a file, and an integer would be used as a file descriptor.
+        # Reject these types, because transformers would open the value as a file. An integer would be used as a file
+        # descriptor.
         if isinstance(value := vars(config)[name], int | float | list | tuple | set):
             raise ConfigError(
                 f"{name}={value!r} must be a mapping. Fix: pass a dict, a JSON object, or the path of a JSON file."
@@ -175,7 +178,7 @@ def check_fields(config: Any, *, beside: type) -> None:
 
 @cache
 def _declared(cls: Any, beside: type) -> list[tuple[str, Any, Any, str]]:
-    """Return name, type, default and help text of each field."""
+    """Return the name, type, default and help text of each field of a config class."""
     kinds, others = get_type_hints(cls, include_extras=True), getattr(beside, "__dataclass_fields__", {})
     own = [item for item in fields(cls) if item.init and item.name not in others]
     return [(item.name, kinds[item.name], item.default, item.metadata.get("help", "")) for item in own]
@@ -201,14 +204,16 @@ def _is_a(value: object, kind: Any) -> bool:
 
 
 def _choices(kind: Any) -> list[Any]:
-    """Return the allowed values of a field, if they are listed."""
+    """Return the allowed values of a field type. Return an empty list if the type does not list values."""
     if isinstance(kind, OneOf) or get_origin(kind) is Literal:
         return list(kind if isinstance(kind, OneOf) else get_args(kind))
     return [value for part in get_args(kind) for value in _choices(part)]
 
 
 def _words(kind: Any, value: object) -> str:
-    """Return a text that describes the allowed values. If the type of the value is correct, only the range is described."""
+    """Describe the allowed values of a field type as text. If the type of ``value`` is correct, the text contains only the
+    range.
+    """
     parts = get_args(kind)
     if get_origin(kind) is Annotated:
         return str(parts[1]) if _is_a(value, parts[0]) else f"{_WORDS[parts[0]]}, {parts[1]}"

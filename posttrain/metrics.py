@@ -1,6 +1,7 @@
-"""Metrics with a declared reduction, gathered over ranks once per log step.
+"""Metrics that are reduced over micro-batches and ranks once per logging step.
 
-A metric is a reduction with numbers on the device. The host does not synchronize before `MetricBuffer.compute`.
+A metric consists of the name of a reduction and numbers on the device. The host does not synchronize with the device before
+`MetricBuffer.compute`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Number = "float | Tensor"
 
 @dataclass(slots=True, frozen=True)
 class Metric:
-    """Emitted value with its reduction. A ``mean`` stores a weighted sum and its weight; other reductions store only a value."""
+    """Logged value with its reduction. For the reduction ``mean``, ``value`` is a weighted sum and ``weight`` the sum of
+    weights. Other reductions ignore ``weight``.
+    """
 
     reduction: Literal["mean", "sum", "min", "max"]
     value: float | Tensor
@@ -28,13 +31,13 @@ class Metric:
 
 
 def mean(values: float | Tensor, mask: Tensor | None = None, weight: float | Tensor | None = None) -> Metric:
-    """Return a metric for the mean over the true entries of ``mask`` (or all entries). Merging weights the mean by the
-    number of these entries.
+    """Return a metric for the mean over the entries at which ``mask`` is True. Without a mask, the mean is over all entries.
+    When metrics are merged, means are weighted by their number of entries.
 
     Args:
         values: A number, or a tensor of any shape.
         mask: Mask of the entries to include, in the shape of ``values``.
-        weight: Number of items that ``values`` is already the mean of.
+        weight: Number of items, if ``values`` is already the mean over these items.
     """
     if isinstance(values, int | float):
         count = 1.0 if weight is None else weight
@@ -54,12 +57,16 @@ def total(value: float | Tensor) -> Metric:
 
 
 def minimum(values: float | Tensor, mask: Tensor | None = None) -> Metric:
-    """Return a metric for the smallest value in the log window where ``mask`` is true. An empty tensor is ignored."""
+    """Return a metric for the smallest value of the log window among entries at which ``mask`` is True. An empty tensor is
+    ignored.
+    """
     return _extreme("min", values, mask, math.inf)
 
 
 def maximum(values: float | Tensor, mask: Tensor | None = None) -> Metric:
-    """Return a metric for the largest value in the log window where ``mask`` is true. An empty tensor is ignored."""
+    """Return a metric for the largest value of the log window among entries at which ``mask`` is True. An empty tensor is
+    ignored.
+    """
     return _extreme("max", values, mask, -math.inf)
 
 
@@ -71,7 +78,7 @@ def _extreme(reduction: Literal["min", "max"], values: float | Tensor, mask: Ten
 
 
 class MetricBuffer(MutableMapping[str, "Series"]):
-    """Buffer of metrics between two log steps, which reduces them over micro-batches and ranks.
+    """Buffer that collects metrics between two logging steps and reduces them over micro-batches and ranks.
 
     The buffer supports the operations of TRL's dict of lists: ``buffer[name].append(value)``, ``buffer[name][-1]``,
     ``sum(buffer[name])``, ``.items()``.
@@ -85,16 +92,17 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 
     def __init__(self) -> None:
         self._items: dict[str, Metric] = {}
-        # Values that were appended to names without other metrics. They are stored individually, so that they can be read.
+        # Values that were appended to names to which no metric was added. Appended values are stored individually, so that
+        # callers can read them.
         self._appended: dict[str, list[float]] = {}
 
     def __getitem__(self, name: str) -> Series:
-        """Return the series of ``name``. ``buffer[name].append(value)`` works as with a dict of lists and is averaged."""
+        """Return the series of ``name``. Values that are appended with ``buffer[name].append(value)`` are averaged."""
         return Series(self, name)
 
     def __setitem__(self, name: str, values: Iterable[Any]) -> None:
         if isinstance(values, Series) and values.buffer is self and values.name == name:
-            # The series was already extended by ``buffer[name] += [value]``.
+            # The statement ``buffer[name] += [value]`` has already extended the series.
             return
         kept = [float(value) for value in values]
         self.pop(name, None)
@@ -114,14 +122,14 @@ class MetricBuffer(MutableMapping[str, "Series"]):
         return name in self._items
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the series of ``name``, or ``default`` if nothing was emitted under it."""
+        """Return the series of ``name``, or ``default`` if the buffer has no metric of this name."""
         return self[name] if name in self._items else default
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Remove ``name`` and return its values, or ``default`` if nothing was emitted under it.
+        """Remove ``name`` and return its values, or ``default`` if the buffer has no metric of this name.
 
         Raises:
-            KeyError: Nothing was emitted under the name, and there is no default.
+            KeyError: The buffer has no metric of this name, and no default was passed.
         """
         if name not in self and default:
             return default[0]
@@ -130,28 +138,30 @@ class MetricBuffer(MutableMapping[str, "Series"]):
         return values
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
-        """Merge metrics into the window. A name keeps the reduction of its first metric."""
+        """Merge metrics into the buffer. If the buffer already has a metric of the same name, the reduction of that metric is
+        used.
+        """
         for name, metric in metrics.items():
             known = self._items.get(name)
             self._items[name] = metric if known is None else _merge(known, metric)
             self._appended.pop(name, None)
 
     def snapshot(self) -> tuple[dict[str, Metric], dict[str, list[float]]]:
-        """Return the buffer's state for `restore`."""
+        """Return a copy of the buffer's state, which `restore` accepts."""
         return dict(self._items), dict(self._appended)
 
     def restore(self, snapshot: tuple[dict[str, Metric], dict[str, list[float]]]) -> None:
-        """Discard the metrics emitted since `snapshot`."""
+        """Restore a state that `snapshot` returned, and discard later metrics."""
         self._items, self._appended = dict(snapshot[0]), dict(snapshot[1])
 
     def compute(
         self, all_gather: Callable[[list[tuple[str, str, float, float]]], list] | None = None
     ) -> dict[str, float]:
-        """Reduce to plain numbers and empty the buffer.
+        """Reduce all metrics to plain numbers, and empty the buffer.
 
         Args:
-            all_gather: Function from this rank's ``[(name, reduction, value, weight)]`` to the concatenation over
-                ranks. The function is called once, and ranks may have different names. None on a single process.
+            all_gather: Function that concatenates the lists ``[(name, reduction, value, weight)]`` of all ranks. The function
+                is called once, and ranks may have metrics of different names. None: a single process.
         """
         numbers = iter(_on_host([number for m in self._items.values() for number in (m.value, m.weight)]))
         rows = [(name, m.reduction, next(numbers), next(numbers)) for name, m in self._items.items()]
@@ -166,10 +176,10 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 
 
 class Series(Sequence[float]):
-    """List-like view of one metric: appended values are averaged with the rest of the log window.
+    """List-like view of one metric. Appended values are averaged with the metric's other values between two logging steps.
 
-    The view contains the appended values. For a name that a trainer emits, it contains one value: the window's current
-    result.
+    The view contains the appended values. If metrics were added under the same name, it contains only one value, the current
+    result of the reduction.
     """
 
     def __init__(self, buffer: MetricBuffer, name: str) -> None:
@@ -226,7 +236,7 @@ def _merge(a: Metric, b: Metric) -> Metric:
 
 
 def _on_host(numbers: list[float | Tensor]) -> list[float]:
-    """Convert numbers to floats, with one copy for all device tensors, because each copy synchronizes with the device."""
+    """Convert numbers to floats. All device tensors are copied together, because each copy synchronizes with the device."""
     far = {i: n for i, n in enumerate(numbers) if not isinstance(n, int | float) and not n.is_cpu}
     if far:
         import torch

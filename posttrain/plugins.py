@@ -1,7 +1,8 @@
-"""`entries`: objects that installed packages register for posttrain. `load`, `call`: use one. `module`: import our own code.
+"""Entry points of installed packages (`entries`, `load`, `call`), and imports of posttrain's own extensions (`module`).
 
 A package registers an object under an entry point group (see `docs/extend.md`). Our own extensions use the same groups.
-Without a group, `module` imports a module of `posttrain.extensions` by name. Core imports extensions in no other way.
+`module` imports a module of `posttrain.extensions` by name, without an entry point. Modules outside of `posttrain.extensions`
+import extensions only through this file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Group = Literal["commands", "methods", "engines", "checks"]
 
 @functools.cache
 def entries(group: Group) -> dict[str, EntryPoint]:
-    """Return the entry points of the group ``posttrain.GROUP`` by name. Nothing is imported."""
+    """Return the entry points of the group ``posttrain.GROUP`` by name, without importing their objects."""
     return {entry.name: entry for entry in entry_points(group=f"posttrain.{group}")}
 
 

@@ -1,4 +1,6 @@
-"""Text without secrets (`hide_secrets`) for logs and manifests, and without control characters (`visible`) for terminals."""
+"""Removal of secrets from texts for logs and manifests (`hide_secrets`), and of control characters from texts for terminals
+(`visible`).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "<hidden>"
-# Matches words in names of secrets. `_TOKEN` matches only at the end of a name, and `_OF_TOKENIZERS` excludes names of special
-# tokens.
+# Patterns of words in names of secrets. `_NAMED` matches anywhere in a name and `_TOKEN` only at its end. `_OF_TOKENIZERS`
+# excludes names of special tokens.
 _NAMED = re.compile(
     r"(api|access|account|private|signing|encryption|ssh)_?key|passw(or)?d|(^|_)pwd$|passphrase|secret|credential|authorization|cookie"
     r"|signature"
 )
-_QUERY = ("key", "sig")  # Names that count as secrets only in the query of a URL.
+_QUERY = ("key", "sig")  # Names that are treated as secrets only in the query of a URL.
 _TOKEN = re.compile(r"(^|_)(token|auth)$")
 _OF_TOKENIZERS = re.compile(
     r"(^|_)(bos|eos|pad|unk|sep|cls|mask|image|video|audio|vision|stop|start|end|special|placeholder|per|of|next|first|last)_token$"
@@ -45,7 +47,7 @@ _PAIRS = (
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a value of this name is a secret.
+    """Return whether the value of a setting with this name must be hidden.
 
     >>> [is_secret_name(name) for name in ("hf_token", "sessionToken", "eos_token", "max_tokens", "apikey")]
     [True, True, False, False, True]
@@ -57,8 +59,8 @@ def is_secret_name(name: str) -> bool:
 def hide_secrets(value: object) -> Any:
     """Return a copy of a value without secrets.
 
-    Mapping entries are removed by name. In text, secrets are replaced after a flag or a name, in URLs and in JSON, and
-    so are values that look like keys of known services. A list may be a command line.
+    Mapping entries are removed if their name is the name of a secret. In text, secrets after a flag or a name, in URLs and in
+    JSON are replaced. Values that look like keys of known services are replaced too. A list may be a command line.
 
     >>> hide_secrets({"hub_token": "x", "eos_token": "</s>", "kwargs": {"token": "y", "revision": "main"}})
     {'eos_token': '</s>', 'kwargs': {'revision': 'main'}}
@@ -113,7 +115,7 @@ JOINER = "\u200d"
 
 
 def visible(text: str) -> str:
-    r"""Return a text in which characters that are invisible, or that act on a terminal, are written as their codes.
+    r"""Replace invisible characters and terminal control characters of a text with their escape codes.
 
     >>> visible("a\x1b[31m\u200bb")
     'a\\x1b[31m\\u200bb'

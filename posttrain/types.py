@@ -1,4 +1,4 @@
-"""Dataclasses for the data of all stages, from a dataset row to the loss.
+"""Dataclasses for the data of all stages of training, from a dataset row to the loss.
 
 The data flows in this order::
 
@@ -7,18 +7,27 @@ The data flows in this order::
 
 Shape letters in all docstrings and comments of the package:
 
-===== ===================================================================== ``B`` rows of a batch (what one forward pass
-sees) ``T`` tokens of a row, padding included ``S`` sequences of a batch: one prompt with one completion each ``N``
-trained tokens (``loss_mask.sum()``) ``V`` vocabulary ``H`` hidden size ``P`` prompts ``G`` completions of one prompt
-(the group) ===== =====================================================================
+- ``B``: rows of a batch, i.e. of the inputs of one forward pass
+- ``T``: tokens of a row, including padding
+- ``S``: sequences of a batch. A sequence is one prompt with one completion.
+- ``N``: trained tokens (``loss_mask.sum()``)
+- ``V``: vocabulary size
+- ``H``: hidden size
+- ``P``: prompts
+- ``G``: completions of one prompt (the group size)
 
-Glossary: ``logp`` is the log-probability under the current policy, ``old_logp`` at the start of the update,
-``ref_logp`` under the frozen reference and ``rollout_logp`` as reported by the sampling engine. ``advantages`` are
-rewards relative to a baseline. ``loss_mask`` marks trained tokens.
+Names in all modules:
 
-**Per-token tensors are aligned with the token they describe.** ``logp[b, t]`` is the log-probability *of*
-``input_ids[b, t]`` given what that token may see; ``Batch.predictor[b, t]`` is the column whose hidden state predicts
-it. Labels are never shifted.
+- ``logp``: log-probability under the current policy
+- ``old_logp``: log-probability under the policy at the start of the update
+- ``ref_logp``: log-probability under the frozen reference
+- ``rollout_logp``: log-probability as reported by the sampling engine
+- ``advantages``: rewards relative to a baseline
+- ``loss_mask``: mask of trained tokens
+
+**Per-token tensors are aligned with the token they describe.** ``logp[b, t]`` is the log-probability *of* the token
+``input_ids[b, t]``, given the tokens to which it may attend. ``Batch.predictor[b, t]`` is the column whose hidden state
+predicts this token. Labels are never shifted.
 """
 
 from __future__ import annotations
@@ -44,7 +53,7 @@ if TYPE_CHECKING:
     Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
     AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
     EvalSets: TypeAlias = AnyDataset | Mapping[str, AnyDataset]
-    # Log-probs of sampled tokens. Maps a name to one list per sequence.
+    # Log-probs of sampled tokens: a mapping from a name to one list per sequence.
     LogProbs: TypeAlias = Mapping[str, list[list[float]]]
 
 __all__ = [
@@ -74,20 +83,21 @@ Reduction = Literal["token", "sequence_token", "sequence", "constant", "local_to
 
 @dataclass(slots=True, frozen=True)
 class Row:
-    """One tokenized example: a prompt and its completions. SFT has 1 completion per row, pairs have 2, and online methods have
-        G (the group size).
+    """One tokenized example: a prompt and its completions. SFT rows have 1 completion, preference pairs have 2, and rows of
+    online methods have G (the group size).
 
     Attributes:
         prompt_ids: Token ids shared by all completions. May be empty (plain language modeling).
         completions: Token ids of each completion, without the prompt.
         loss_masks: One list per completion. The entries are 1 for trained tokens and 0 for other tokens.
-        sequence_columns: One number per completion, e.g. ``{"advantages": [0.5, -0.5]}``.
-        token_columns: One number per completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
-        model_kwargs: Additional arguments of the model's forward method, such as images. They are passed on unchanged.
-        prompt_mask: 1 for prompt tokens that are also trained. Prompt tokens are trained once, regardless of the number
-            of completions. None: no prompt token is trained.
-        pictures: Lists of images: those of the prompt, followed by those of each completion. The attribute ``start`` of an
-            image is the index of its first placeholder token. Empty: no images.
+        sequence_columns: Columns with one number per completion, e.g. ``{"advantages": [0.5, -0.5]}``.
+        token_columns: Columns with one number per completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
+        model_kwargs: Additional arguments of the model's forward method, such as images, which are passed on unchanged.
+        prompt_mask: Mask that is 1 for trained prompt tokens. A prompt token is trained only once, regardless of the number
+            of completions.
+            None: no prompt token is trained.
+        pictures: Lists of images. The first list contains the images of the prompt, and each further list those of one
+            completion. The attribute ``start`` of an image is the index of its first placeholder token. Empty: no images.
     """
 
     prompt_ids: list[int]
@@ -100,15 +110,15 @@ class Row:
     pictures: list[list[Any]] = field(default_factory=list)
 
     def with_columns(self, **columns: list[float]) -> Row:
-        """Return a copy with additional `sequence_columns`."""
+        """Return a copy of the row with additional `sequence_columns`."""
         return replace(self, sequence_columns=self.sequence_columns | columns)
 
     def picture_spans(self, index: int, ids: Sequence[int]) -> list[tuple[Any, int, int]]:
-        """Return the images of the prompt and of completion ``index``, with the range of their placeholders in ``ids``.
+        """Return the images of the prompt and of completion ``index``, each with the range of its placeholders in ``ids``.
 
         Args:
             index: Index of a completion.
-            ids: Ids of the prompt and that completion, or their beginning.
+            ids: Token ids of the prompt followed by this completion, possibly truncated at the end.
         """
         parts, spans = [*self.pictures[:1], *self.pictures[index + 1 : index + 2]], []
         placed = (
@@ -126,14 +136,14 @@ class Row:
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens that belong to the same sequences (an edge of a prefix tree). Segments that continue this
-    segment follow directly in the batch row.
+    """Consecutive tokens of a batch row that belong to the same sequences (an edge of a prefix tree). Segments that continue
+    a segment directly follow it in the row.
 
     Attributes:
         row: Row of the batch.
         start, stop: Range of columns of the segment. Tokens of a segment attend to each other causally.
-        end: Column after the last token of all segments that continue this one. Tokens in ``[stop, end)`` attend to all tokens
-            in ``[start, stop)``.
+        end: Column after the last token of all segments that continue this segment. Tokens in ``[stop, end)`` attend to all
+            tokens in ``[start, stop)``.
         parent: Index of the segment that this segment continues, or -1 for a root.
         position: Position id of the first token.
     """
@@ -164,15 +174,15 @@ class Leaf(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Batch:
-    """Inputs of one forward pass. Each batch row contains one or more prefix trees, in which sequences with a common beginning
-    share the tokens of this beginning.
+    """Inputs of one forward pass. Each batch row contains one or more prefix trees. In a prefix tree, sequences with a common
+    prefix share the tokens of this prefix.
 
     A token attends to the earlier tokens of its own segment, and to all segments that this segment continues. Padded rows,
     packed documents, preference pairs, GRPO groups and branches of an agent's history are special cases of prefix trees.
 
     Attributes:
         input_ids: ``(B, T)`` int64.
-        position_ids: ``(B, T)`` int64. The positions of a segment continue those of its parent.
+        position_ids: ``(B, T)`` int64. The positions of a segment continue the positions of its parent.
         seen_until: ``(B, T)`` int64, column after the last token that attends to this token. 0 for padding. Column q attends to
             column k if ``k <= q < seen_until[k]``.
         predictor: ``(B, T)`` int64, column whose hidden state predicts this token. The column is only valid where
@@ -183,15 +193,16 @@ class Batch:
         num_sequences: S.
         segments: Segments of all trees, ordered by row and column. Not a tensor.
         leaves: Ends of the S sequences, one `Leaf` per sequence.
-        dense_mask: Whether attention uses a mask, for models that do not support segments (see `Layout`).
+        dense_mask: Whether attention uses a dense mask, for models that do not support segments (see `Layout`).
         origin: Index of each sequence in the flat list of collated completions.
-        advantages: ``(S,)`` or ``(B, T)`` float32.
-        old_logp: ``(B, T)`` float32. ``old_logp`` is None if the policy has not changed since the rollout.
-        ref_logp: ``(B, T)`` float32.
-        rollout_logp: ``(B, T)`` float32.
+        advantages: ``(S,)`` or ``(B, T)`` float32 advantages.
+        old_logp: ``(B, T)`` float32 log-probs at the start of the update. None if the policy has not changed since the
+            rollout.
+        ref_logp: ``(B, T)`` float32 log-probs under the reference.
+        rollout_logp: ``(B, T)`` float32 log-probs from the sampling engine.
         expected_grad: Gradient ``(B, T)`` of the loss with respect to the log-probs, if it is known before the forward
-            pass. A `TokenLoss` is possible if the loss of each token depends only on its own log-prob.
-        columns: Other per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name (labels, margins, weights).
+            pass. The gradient can be a `TokenLoss` if the loss of each token depends only on the token's own log-prob.
+        columns: Additional per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name, e.g. labels, margins and weights.
         model_kwargs: Additional arguments of the model's forward method, which are passed on unchanged.
         pictures: Tuples of row, column of the first placeholder, and image, in column order.
     """
@@ -215,12 +226,14 @@ class Batch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     pictures: list[tuple[int, int, Any]] = field(default_factory=list)
-    # Number of trained tokens, and the version of ``loss_mask`` for which it was counted. The number is cached, because
-    # counting on a GPU synchronizes with the GPU.
+    # Number of trained tokens, and the version of ``loss_mask`` for which the number was computed. The number is cached,
+    # because counting on a GPU synchronizes the host with the GPU.
     _counted: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return a copy with all tensors on ``device``. Trained tokens are counted first if the tensors are on the CPU."""
+        """Return a copy of the batch with all tensors on ``device``. If the tensors are on the CPU, trained tokens are
+        counted before.
+        """
         moved: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -242,21 +255,22 @@ class Batch:
         )
 
     def keys(self) -> list[str]:
-        """Return keys so that ``model(**inputs)`` reaches `__getitem__`, which raises the error."""
+        """Return a key, so that ``model(**inputs)`` calls `__getitem__`, which raises an error with advice."""
         return ["labels"]
 
     def grouped(self, values: Tensor, size: int) -> Tensor:
-        """Reshape per-sequence values ``(S,)`` to ``(S / size, size)``: one row per collated row, with its completions.
+        """Reshape per-sequence values ``(S,)`` to ``(S / size, size)``, with one row per collated `Row` and one column per
+        completion.
 
-        This is only correct for batches that were collated with ``whole_rows=True`` from rows with ``size`` completions
+        The result is only correct for batches that were collated with ``whole_rows=True`` from rows with ``size`` completions
         each.
         """
         order = sorted(range(self.num_sequences), key=self.origin.__getitem__)
         return values[order].view(-1, size)
 
     def spread_rows(self, values: Tensor, size: int) -> Tensor:
-        """Repeat the value of each collated row, ``(S / size,)``, for each of its sequences, ``(S,)``. See `grouped` for the
-        reverse.
+        """Repeat the value of each collated `Row`, ``(S / size,)``, for each of its sequences, ``(S,)``. `grouped` is the
+        inverse.
         """
         order = sorted(range(self.num_sequences), key=self.origin.__getitem__)
         out = values.new_zeros(self.num_sequences)
@@ -265,17 +279,19 @@ class Batch:
 
     @property
     def by_sequence(self) -> tuple[Tensor, Tensor, int]:
-        """``loss_mask``, ``sequence`` and S, for sums over the trained tokens of each sequence (`losses.reduce`)."""
+        """``loss_mask``, ``sequence`` and S, which are the arguments of `posttrain.losses.reduce.sequence_sum` after the
+        values.
+        """
         return self.loss_mask, self.sequence, self.num_sequences
 
     @property
     def real(self) -> Tensor:
-        """``(B, T)`` bool, false for padding."""
+        """``(B, T)`` bool mask that is False for padding."""
         return self.seen_until > 0
 
     @property
     def one_sequence_a_row(self) -> bool:
-        """Whether every row is a single sequence, which needs neither a mask nor segments."""
+        """Whether every batch row is a single sequence, so that attention needs neither a dense mask nor segments."""
         return all(segment.parent < 0 and segment.start == 0 for segment in self.segments)
 
     @property
@@ -285,24 +301,24 @@ class Batch:
 
     @property
     def num_sequence_tokens(self) -> int:
-        """Number of tokens of all sequences, counting a shared prompt once per sequence. The metric ``num_tokens`` uses
-        it.
+        """Number of tokens of all sequences, counting a shared prompt once per sequence. The metric ``num_tokens`` is
+        computed from this number.
         """
         return sum(leaf.length for leaf in self.leaves)
 
     @property
     def shares(self) -> Tensor | None:
-        """Weight ``(S,)`` of each sequence: its fraction of the trained tokens of its episode. The weights are None if
-        every sequence is a separate episode.
+        """Weight ``(S,)`` of each sequence: its fraction of the trained tokens of its episode. None if every sequence is a
+        separate episode.
 
-        Each branch of an episode is a sequence. The weights of an episode's sequences sum to 1, so that an episode counts as
-        one sequence in means.
+        Each branch of an episode is a sequence. The weights of an episode's sequences sum to 1, so that an episode has the
+        weight of one sequence in means.
         """
         return self.columns.get("share")
 
     @property
     def num_episodes(self) -> float:
-        """Number of sequences, counting the branches of an episode as one."""
+        """Number of sequences, counting all branches of an episode together as one sequence."""
         shares = self.shares
         return float(self.num_sequences) if shares is None else float(shares.sum())
 
@@ -324,12 +340,12 @@ class Batch:
 
 
 class Batches(list[Batch]):
-    """List of the batches of one micro-batch, as a data loader yields them. Unlike in TRL, a batch is not a dict of
-    padded tensors.
+    """List of the batches of one micro-batch, which a data loader yields. Unlike in TRL, a batch is not a dict of padded
+    tensors.
     """
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the batch with an index. If the index is a string such as ``"input_ids"``, raise an error with advice."""
+        """Return the batch at an index. If the index is a string such as ``"input_ids"``, raise an error with advice."""
         if isinstance(index, str):
             raise ConfigError(
                 f"{index!r}: the loader yields a list of Batch objects, not a dict of padded tensors. Fix: read attributes "
@@ -338,7 +354,7 @@ class Batches(list[Batch]):
         return super().__getitem__(index)
 
     def items(self) -> Any:
-        """Raise the error."""
+        """Raise an error with advice, because a list of batches has no items."""
         return self["items()"]
 
     keys = items  # Called by ``model(**batches)``.
@@ -346,21 +362,21 @@ class Batches(list[Batch]):
 
 @dataclass(slots=True)
 class ModelOutputs:
-    """Results of the forward pass that an objective can use.
+    """Outputs of a forward pass that an objective can use.
 
     Attributes:
         logp: ``(B, T)`` float32 log-prob of each token; 0 outside ``loss_mask``.
         entropy: ``(B, T)`` float32 entropy in nats of the distribution that predicts each token; 0 outside
             ``loss_mask``.
-        correct: ``(B, T)`` bool, whether the token was the most likely one.
+        correct: ``(B, T)`` bool, whether the token was the most likely token.
         mean_logit: ``(B, T)`` mean over the vocabulary of the logits that predict a token; 0 outside ``loss_mask``.
         collision: ``(B, T)`` ``log sum_v p_v^2`` of the distribution that predicts a token; 0 outside ``loss_mask``.
-        log_mass: ``(B, T)`` logarithm of the total probability of the tokens that the sampler's truncation keeps, including the
-            token itself. It has no gradient.
+        log_mass: ``(B, T)`` logarithm of the total probability of all tokens that the sampler's truncation keeps. The sampled
+            token is always included. ``log_mass`` has no gradient.
         scores: ``(S,)`` reward-model scores.
         values: ``(B, T)`` value-head outputs.
-        logits: ``(N, V)`` logits of trained tokens in ``loss_mask`` order. Only if requested.
-        aux_loss: Unscaled load-balancing loss of mixture-of-experts models.
+        logits: ``(N, V)`` logits of trained tokens in ``loss_mask`` order. None if they were not requested.
+        aux_loss: Load-balancing loss of mixture-of-experts models, without its coefficient.
         compared: Results of a comparison with another model (distillation) by name, ``(N, ...)`` in ``loss_mask``
             order.
     """
@@ -384,8 +400,8 @@ class TokenLoss:
 
     Attributes:
         terms: Function that computes the loss terms ``(n,)`` of n tokens from their log-probs ``(n,)`` and ``columns``.
-        columns: Other arguments of ``terms``, by name. One number per token.
-        scale: Gradient of the loss with respect to the terms. One number per token.
+        columns: Additional arguments of ``terms`` by name, with one number per token.
+        scale: Gradient of the loss with respect to each token's term.
     """
 
     terms: Callable[..., Tensor]
@@ -393,12 +409,12 @@ class TokenLoss:
     scale: Tensor | None = None
 
     def __getitem__(self, index: slice | tuple[Tensor, ...]) -> TokenLoss:
-        """Select tokens, as in a tensor."""
+        """Select tokens with an index, like in a tensor."""
         assert self.scale is not None
         return TokenLoss(self.terms, {name: one[index] for name, one in self.columns.items()}, self.scale[index])
 
     def gradient(self, logp: Tensor) -> Tensor:
-        """Return the gradient of the loss with respect to ``logp``, the log-probs of these tokens."""
+        """Return the gradient of the loss with respect to the log-probs ``logp`` of all tokens."""
         import torch
 
         with torch.enable_grad():
@@ -408,20 +424,21 @@ class TokenLoss:
 
 @dataclass(slots=True, frozen=True)
 class LossTerms:
-    """Loss before averaging. Objectives return it, and `posttrain.losses.reduce` averages it.
+    """Loss terms before averaging. An objective returns an instance, and `posttrain.losses.reduce` averages its terms.
 
     Attributes:
-        terms: ``(B, T)`` per token or ``(S,)`` per sequence.
-        mask: Bool mask with the shape of ``terms``. Terms where it is False are ignored.
+        terms: Loss terms ``(B, T)`` of tokens or ``(S,)`` of sequences.
+        mask: Bool mask with the shape of ``terms``. Terms are ignored where the mask is False.
         reduction: Name of the reduction, see `posttrain.losses.reduce`.
         sequence: ``(B, T)`` sequence index, needed by ``sequence_token`` and ``constant``.
         num_sequences: S.
-        constant: Fixed length that divides the ``constant`` reduction.
-        count: Name of the count in `Denominators.named` that divides the ``token`` reduction. None: the number of
-            trained tokens.
-        extra: Additional losses with their own reduction, such as an entropy bonus. They are added to this loss.
+        constant: Fixed length by which the reduction ``constant`` divides.
+        count: Name of the count in `Denominators.named` by which the reduction ``token`` divides. None: the number of trained
+            tokens.
+        extra: Additional losses with their own reduction, such as an entropy bonus. The values of additional losses are added
+            to the value of this loss.
         metrics: Metrics to log.
-        share: ``(S,)`` weight of each sequence in counts of sequences, see `Batch.shares`. None: 1.
+        share: ``(S,)`` weight of each sequence in means over sequences, see `Batch.shares`. None: all weights are 1.
         sums: Statistics that are summed over the passes of an optimizer step, for `Method.end_step`. None: no
             statistics.
     """
@@ -441,13 +458,13 @@ class LossTerms:
 
 @dataclass(slots=True, frozen=True)
 class Truncation:
-    """Truncation of the sampling distribution, see `posttrain.losses.truncation`.
+    """Truncation of the sampling distribution by top-k, top-p and min-p; see `posttrain.losses.truncation`.
 
     Attributes:
         top_k: Keep the k most likely tokens; 0 is off.
         top_p: Keep the smallest set with this probability mass; 1 is off.
         min_p: Drop tokens below this share of the most likely token's probability; None or 0 is off.
-        never: Ids that are never sampled. Probabilities of other tokens are computed without them.
+        never: Ids that are never sampled. Probabilities of all other tokens are computed without these ids.
     """
 
     top_k: int = 0
@@ -456,18 +473,18 @@ class Truncation:
     never: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        """Return whether any token is excluded."""
+        """Return whether the truncation excludes any token."""
         return bool(self.top_k or self.top_p < 1.0 or self.min_p or self.never)
 
 
-WHOLE = Truncation()  # Value for no truncation.
+WHOLE = Truncation()  # No truncation.
 # Logit bias that gives a token probability 0. Unlike minus infinity, JSON can represent it.
 NEVER = -1e9
 
 
 @dataclass(slots=True, frozen=True)
 class Sampling:
-    """Sampling settings of a completion.
+    """Settings with which an engine samples a completion.
 
     Attributes:
         max_new_tokens: Maximum number of completion tokens, including EOS.
@@ -478,15 +495,15 @@ class Sampling:
         repetition_penalty: Number that divides positive logits, and multiplies negative logits, of tokens that already
             occurred. 1: no penalty.
         stop_token_ids: Token ids that end a completion. The stop token is part of the completion.
-        seed: Seed of the engine's random generator for this call. None: the generator continues with its current state.
+        seed: Seed of the engine's random generator for one call. None: the generator continues with its current state.
         min_new_tokens: Minimum number of tokens before a stop token may be sampled.
-        stop_strings: Texts that end a completion. Sampling ends after the token that completes one of these texts. This needs
-            an engine with a tokenizer.
-        logit_bias: Pairs (token id, number added to its logit).
+        stop_strings: Texts that end a completion. Sampling ends after the token that completes one of these texts. Stop
+            strings need an engine with a tokenizer.
+        logit_bias: Pairs (token id, number). The number is added to the token's logit.
         no_repeat_ngram: Size of n-grams that must not occur twice in prompt and completion. 0: no limit.
         guide: Pair (kind, text) that completions must match: ``("regex", pattern)``, ``("json", schema)``,
             ``("grammar", EBNF)`` or ``("choices", lines)``; None is off.
-        top_logps: Number of most likely tokens to return for every step, with their log-probs.
+        top_logps: Number of most likely tokens to return for every generated token, with their log-probs.
     """
 
     max_new_tokens: int
@@ -506,16 +523,18 @@ class Sampling:
 
     @property
     def truncation(self) -> Truncation:
-        """Truncation by top_k, top_p and min_p."""
+        """Truncation by the fields top_k, top_p and min_p."""
         return Truncation(self.top_k, self.top_p, self.min_p)
 
     def unseeded(self) -> dict[str, Any]:
-        """Return a copy without the seed. Two copies are equal if they define the same distribution."""
+        """Return the settings as a dict without the seed. Two such dicts are equal if the settings define the same
+        distribution.
+        """
         return {name: value for name, value in asdict(self).items() if name != "seed"}
 
     @property
     def left_out(self) -> Truncation:
-        """The truncation, with the ids that ``logit_bias`` forbids."""
+        """Truncation by top_k, top_p and min_p, with the ids that ``logit_bias`` excludes as ``never``."""
         never = tuple(sorted({token for token, added in self.logit_bias if added <= NEVER}))
         return replace(self.truncation, never=never)
 
@@ -527,8 +546,8 @@ class SampleSettings:
     Attributes:
         sampling: Settings of each call to the engine.
         mode: ``train`` or ``eval``.
-        number: Number of the rollout batch. Seeds depend on it.
-        group_size: Completions per prompt.
+        number: Number of the rollout batch, from which seeds are derived.
+        group_size: Number of completions per prompt.
     """
 
     sampling: Sampling
@@ -542,7 +561,8 @@ class Prompt(list[int]):
 
     Args:
         ids: Token ids with one placeholder per image feature.
-        pictures: Images in reading order. The attribute ``start`` of an image is the index of its first placeholder.
+        pictures: Images in the order of their placeholders. The attribute ``start`` of an image is the index of its first
+            placeholder.
     """
 
     def __init__(self, ids: Iterable[int], pictures: Iterable[Any] = ()) -> None:
@@ -557,18 +577,18 @@ class Prompt(list[int]):
 
     @staticmethod
     def pictures_of(ids: Sequence[int]) -> tuple[Any, ...]:
-        """Return the images of a prompt. A plain list of ids has none."""
+        """Return the images of a prompt. A plain list of ids has no images."""
         return ids.pictures if isinstance(ids, Prompt) else ()
 
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """Request for ``n`` completions of one prompt. ``sampling`` are the sampling settings of the request, or None for
-    the settings of the call.
+    """Request for ``n`` completions of one prompt. ``sampling`` contains the sampling settings of the request. None: the
+    settings of the engine's call.
 
     ``pictures`` are the images of the prompt, for engines that support them (`Capabilities.pictures`); see `Prompt`.
-    The last ``written`` tokens of the prompt are the beginning of an interrupted completion. Stop strings and guides
-    take these tokens into account.
+    The last ``written`` tokens of the prompt are the beginning of an interrupted completion. Stop strings and guides take the
+    ``written`` tokens into account.
     """
 
     prompt_ids: Sequence[int]
@@ -585,24 +605,24 @@ class Rollout:
     Attributes:
         prompt_ids: Token ids of the prompt that the engine has completed.
         token_ids: Completion tokens, including the stop token.
-        logp: Raw log-probability of each completion token, under the distribution at ``temperature`` before penalties,
-            bias, guide, top-k, top-p and min-p. The list is empty if the engine returns no log-probs.
+        logp: Raw log-probability of each completion token. The distribution is that at ``temperature``, before penalties,
+            bias, guide, top-k, top-p and min-p are applied. Empty if the engine returns no log-probs.
         finish_reason: ``stop`` for a stop token, ``length`` for the length limit, ``abort`` if sampling was interrupted.
-        version: Version of the policy weights that sampled it.
-        tool_mask: 1 for tokens of the model, 0 for tokens of a tool or environment. The mask is None if all tokens are
-            the model's.
-        text: Decoded completion, if it was decoded.
-        processed_logp: Log-probability under the distribution from which the token was sampled. ``processed_logp`` is
-            None if it is equal to ``logp``.
-        top_logps: Most likely tokens of the raw distribution at each step, as pairs (token id, log-prob). Only if
-            requested.
-        spans: Pairs (version, number of tokens) if the weights changed during sampling. ``spans`` is None if all tokens
-            are of ``version``.
+        version: Version of the policy weights with which the completion was sampled.
+        tool_mask: Mask that is 1 for tokens of the model, and 0 for tokens of a tool or environment. None if the model has
+            sampled all tokens.
+        text: Decoded completion. None if the completion was not decoded.
+        processed_logp: Log-probability of each token under the distribution from which it was sampled. None if it is equal to
+            ``logp``.
+        top_logps: Most likely tokens of the raw distribution at each position, as pairs (token id, log-prob). None if they
+            were not requested.
+        spans: Pairs (version, number of tokens) if the weights changed during sampling. None if all tokens were sampled with
+            ``version``.
         pictures: Images of the prompt.
         shown: Images from tools and environments, with their positions in ``token_ids``.
         branches: Other sequences of the same episode, i.e. branches of an agent's history. The prompts of these
-            branches may contain this sequence. All sequences of an episode have the same reward and advantage, and
-            together count as one sequence.
+            branches may contain this sequence. All sequences of an episode have the same reward and advantage. Together, they
+            have the weight of one sequence.
         credit: Number by which the advantage of this sequence is multiplied.
     """
 
@@ -623,20 +643,20 @@ class Rollout:
 
 
 def _unchanged(values: Tensor) -> Tensor:
-    """Return the argument. A lambda instead of this function could not be pickled for a worker process."""
+    """Return the argument unchanged. Unlike a lambda, this function can be pickled for a worker process."""
     return values
 
 
 @dataclass(slots=True, frozen=True)
 class Ranks:
-    """Processes of a run. Each function is a collective operation that all ranks must call.
+    """Number of processes of a run, and its collective operations. All ranks must call each of these functions.
 
     Attributes:
         rank: Rank of this process.
         size: Number of processes.
-        sum: Sums a list of numbers over all processes.
-        gather: Concatenates the lists of all processes, in their order.
-        join: Concatenates values ``(n,)`` of all processes, whose counts may differ.
+        sum: Function that sums each number of a list over all processes.
+        gather: Function that concatenates the lists of all processes, in the order of ranks.
+        join: Function that concatenates tensors ``(n,)`` of all processes. n may differ between processes.
     """
 
     rank: int = 0
@@ -646,7 +666,7 @@ class Ranks:
     join: Callable[[Tensor], Tensor] = _unchanged
 
 
-ALONE = Ranks()  # Value for a single process. Rollout workers use it too.
+ALONE = Ranks()  # A single process. Rollout workers use this value too.
 
 
 @dataclass(slots=True, frozen=True)
@@ -655,7 +675,7 @@ class State:
 
     Attributes:
         step: Number of finished optimizer steps.
-        epoch: Number of trained epochs, as a fraction.
+        epoch: Number of trained epochs, including the fraction of the current epoch.
         ranks: All processes of the run.
         own: State that the method keeps between steps, see `posttrain.methods.base.Method.start`. None: no state.
     """
@@ -671,18 +691,19 @@ class Advantages:
     """Result of `Method.advantages`.
 
     Attributes:
-        values: ``(n,)`` advantages of the completions of all ranks; or ``(n, T)`` of this rank's tokens, which are then
-            trained through ``token_columns``.
-        totals: ``(n,)`` weighted rewards of all ranks before any penalty. NaN if no function applied.
+        values: ``(n,)`` advantages of the completions of all ranks, or ``(n, T)`` advantages of this rank's tokens. Token
+            advantages are passed to the objective in ``token_columns``.
+        totals: ``(n,)`` weighted rewards of the completions of all ranks, before any penalty. NaN if no reward function has
+            scored the completion.
         start: Index in ``values`` of this rank's first completion.
-        columns: One number per completion of this rank, by name. The objective reads them from `Batch.columns`.
-        token_columns: One list per sequence of this rank, by name, such as log-probs that the objective needs.
+        columns: Columns by name, with one number per completion of this rank. The objective reads them from `Batch.columns`.
+        token_columns: Columns by name, with one list per sequence of this rank, such as log-probs that the objective needs.
         left_out: Indices of this rank's completions that are excluded from training.
-        keep: One mask per completion of this rank, 1 for trained tokens. None: masks are unchanged.
-        unbounded: ``values`` before they were clipped to `posttrain.losses.advantages.MOST_ADVANTAGE`. None: they were
+        keep: One mask per completion of this rank, which is 1 for trained tokens. None: the loss masks do not change.
+        unbounded: ``values`` before clipping to ``±MOST_ADVANTAGE`` (`posttrain.losses.advantages`). None: ``values`` were
             not clipped.
         group_std: ``(n / G,)`` standard deviation of each group of all ranks. None without groups.
-        zero_std_share: Share of groups with zero standard deviation. None without groups.
+        zero_std_share: Fraction of groups with zero standard deviation. None without groups.
         metrics: Metrics to log.
     """
 
@@ -701,8 +722,8 @@ class Advantages:
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """Problem that a check has found: its code and severity, what is wrong, where, why it matters, and how to fix it. It
-    contains no secrets.
+    """Problem that a check has found. The fields contain its code and severity, what is wrong, where, why it matters, and how
+    to fix it. Secrets are removed from the texts.
     """
 
     code: str

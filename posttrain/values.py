@@ -1,4 +1,4 @@
-"""Conversion and validation of values from outside: numbers, bools and token ids from replies and functions, and
+"""Conversion and validation of external values: numbers, bools and token ids from server replies and user functions, and
 messages of dataset rows.
 """
 
@@ -13,12 +13,12 @@ from typing import Any, SupportsFloat
 from posttrain.errors import ROUNDING, RolloutError
 from posttrain.redaction import visible as visible
 
-# Columns of lists and dicts (messages, tools, template arguments), in which Arrow fills missing keys with None.
+# Columns with lists and dicts, e.g. messages and tools, in which Arrow fills missing keys with None.
 NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
 
 
 class BadValue(RolloutError, ValueError):
-    """Raised for a value from outside the library that cannot be used."""
+    """Raised for an invalid value from outside the library, e.g. from a server reply."""
 
 
 def scalar(value: object) -> Any:
@@ -35,9 +35,7 @@ def scalar(value: object) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is one real number of any library. Text and arrays with several elements are not numbers
-    in this sense.
-    """
+    """Return whether a value is a single real number of any library. Return False for text and for arrays with dimensions."""
     return isinstance(value, SupportsFloat) and not isinstance(value, complex) and not getattr(value, "shape", ())
 
 
@@ -45,7 +43,8 @@ def listed(value: object, where: str) -> list[Any]:
     """Convert a sequence, array or tensor to a list.
 
     Raises:
-        RolloutError: The value is something else, such as None, text, a dict, a number or an array without dimensions.
+        RolloutError: The value cannot be converted, e.g. because it is None, text, a dict, a number or an array without
+            dimensions.
     """
     items = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(items, Sequence) or isinstance(items, str | bytes):
@@ -68,10 +67,10 @@ def given_number(value: object, where: str) -> float:
 
 
 def given_integer(value: object, where: str) -> int:
-    """Convert a value to an int. 5.0 is accepted.
+    """Convert a value to an int. Floats with an integer value, such as 5.0, are accepted.
 
     Raises:
-        RolloutError: Names the value.
+        RolloutError: The value is invalid. The message contains the value.
     """
     number = given_number(value, where)
     if number != int(number):
@@ -80,10 +79,10 @@ def given_integer(value: object, where: str) -> int:
 
 
 def given_truth(value: object, where: str) -> bool:
-    """Convert a bool, or a 0 or 1 of any library, to a bool.
+    """Convert a bool or the number 0 or 1 of any library to a bool.
 
     Raises:
-        RolloutError: Names the value.
+        RolloutError: The value is invalid. The message contains the value.
     """
     number = scalar(value)
     if not is_number(number) or number not in (0, 1):
@@ -95,7 +94,7 @@ def token_ids(values: Any, where: str, vocabulary: int | None = None) -> list[in
     """Convert values to a list of at least one token id, each in ``[0, vocabulary)``.
 
     Raises:
-        RolloutError: Names the position and the value.
+        RolloutError: A value is invalid. The message contains the value and its position.
     """
     ids = [given_integer(value, f"{where}, position {t},") for t, value in enumerate(listed(values, where))]
     if not ids:
@@ -108,10 +107,11 @@ def token_ids(values: Any, where: str, vocabulary: int | None = None) -> list[in
 
 
 def token_logps(values: Sequence[Any], mask: Sequence[Any], where: str) -> list[float]:
-    """Convert log-probs to a list. Where ``mask`` is 1 they must be finite and at most 0. Elsewhere the result is 0.0.
+    """Convert log-probs to a list. Where ``mask`` is 1, log-probs must be finite and at most 0. Where ``mask`` is 0, the
+    result is 0.0.
 
     Raises:
-        RolloutError: Names the position and the value.
+        RolloutError: A value is invalid. The message contains the value and its position.
 
     >>> token_logps([-1.0, None, 1e-9], [1, 0, 1], "here")
     [-1.0, 0.0, 0.0]
@@ -127,13 +127,13 @@ def token_logps(values: Sequence[Any], mask: Sequence[Any], where: str) -> list[
 
 
 def is_messages(value: object) -> bool:
-    """Return whether a value is a list of messages: dicts with a role."""
+    """Return whether a value is a list of messages, which are dicts with a role."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
 def without_none(value: object) -> Any:
-    """Remove mapping entries that are None, at any depth. None items of lists are kept."""
-    # Compare types first, because most values are text, and isinstance with Mapping is slower than all other checks.
+    """Remove mapping entries with the value None, at any depth. List items that are None are kept."""
+    # Compare exact types first, because most values are text, and isinstance with Mapping is the slowest check.
     kind = type(value)
     if kind is str:
         return value
@@ -147,7 +147,7 @@ def without_none(value: object) -> Any:
 
 
 def strip_none(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the ``None`` entries that Arrow adds to messages, tools and template arguments if rows have different keys."""
+    """Remove the ``None`` entries that Arrow adds to messages, tools and template arguments of rows with different keys."""
     return {
         name: without_none(value) if name in NESTED_COLUMNS and isinstance(value, list | dict) else value
         for name, value in row.items()
@@ -155,7 +155,7 @@ def strip_none(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gib(count: float) -> str:
-    """Format a number of bytes.
+    """Format a number of bytes as text with a binary unit.
 
     >>> gib(3 * 2**29), gib(5 * 2**20)
     ('1.5 GiB', '5 MiB')
@@ -165,6 +165,6 @@ def gib(count: float) -> str:
 
 
 def accept_any_character() -> None:
-    """Let standard output print "?" for characters that its encoding lacks (cp1252, LC_ALL=C) instead of raising an error."""
+    """Make standard output print "?" for characters that its encoding lacks (cp1252, LC_ALL=C), instead of raising an error."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")

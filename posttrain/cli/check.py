@@ -1,5 +1,5 @@
-"""`posttrain check COMMAND`: check a training command without training. The last check tries the first step and writes nothing
-to the run's folder.
+"""Command `posttrain check COMMAND`, which checks a training command without training. Its last stage tries the first step
+and writes nothing to the run's folder.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 REFUSED = PreflightError.exit_code
 EXAMPLES = 1000
-FEW_TOKENS = 8  # Maximum number of tokens per completion in the trial step.
+FEW_TOKENS = 8  # Maximum number of tokens per completion in a trial step.
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
-# Fields whose default intentionally differs from TRL's. Each config and field is mapped to TRL's default, the reason for the
-# difference, and the setting that gives TRL's behavior.
+# Config fields whose default intentionally differs from TRL's default. Each config and field is mapped to TRL's default, the
+# reason for the difference, and the setting that gives TRL's behavior.
 DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
     ("KTO", "train_sampling_strategy"): (
         "sequential",
@@ -88,7 +88,9 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
 
 
 def differences(config: Any) -> list[str]:
-    """List the fields of a config whose default intentionally differs from TRL's, and the setting that gives TRL's behavior."""
+    """List the fields of a config whose default intentionally differs from TRL's default, with the setting that gives TRL's
+    behavior.
+    """
     name = type(config).__name__.removesuffix("Config")
     listed = [
         f"{field}={ours!r} (TRL: {theirs!r}): {why}; {switch}"
@@ -105,7 +107,9 @@ def differences(config: Any) -> list[str]:
 
 @dataclass
 class Stage:
-    """Result of checking one part of a training command. If this part would prevent training, the result is an error."""
+    """Result of one stage of a check. If this part of the training command would prevent training, ``error`` contains the
+    reason.
+    """
 
     name: str
     result: str = ""
@@ -115,16 +119,16 @@ class Stage:
 
 @dataclass
 class Checkup:
-    """Check of a training command in stages. If a stage fails, the remaining stages still run, except if the config itself is
-    invalid.
+    """Check of a training command in several stages. If a stage fails, the remaining stages still run. Only an invalid config
+    ends the check early.
 
     Attributes:
         command: Name of the training command.
         tokens: Arguments of the command.
         examples: Maximum number of rows to tokenize.
-        tries_step: Whether the trainer is created and one step is tried.
-        stages: Results of the stages.
-        findings: Findings of the checks.
+        tries_step: Whether to create the trainer and try one step.
+        stages: Results of the stages so far.
+        findings: Findings of the checks so far.
         warnings: Warnings that the trainer logged until the end of the trial step.
     """
 
@@ -140,10 +144,10 @@ class Checkup:
     subject: Any = None
 
     def make(self) -> None:
-        """Run all stages. Collect the warnings that they log."""
+        """Run all stages, and collect the warnings that the stages log."""
         with only_warnings() as logged:
             self._make()
-        # `Preflight` logs the findings, which are reported in another form.
+        # Drop findings that `Preflight` has logged, because they are reported separately.
         texts = [(record.name, record.getMessage()) for record in logged.buffer]
         findings = [text for name, text in texts if name == registry.__name__ and text.startswith("PT-")]
         self.warnings += [text for text in dict.fromkeys(text for _, text in texts) if text not in findings]
@@ -184,12 +188,12 @@ class Checkup:
 
     @property
     def failed(self) -> list[str]:
-        """Return the checks that could not be completed, because their own code raised an error."""
+        """Checks that could not be completed, because their own code raised an error."""
         results = {} if self.preflight is None else self.preflight.results
         return [f"{code}: {result.failed}" for code, result in sorted(results.items()) if result.failed]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the results for ``--json``."""
+        """Return all results as a dict for ``--json``."""
         content = self.preflight.to_dict() if self.preflight is not None else {}
         return {
             "command": self.command,
@@ -275,7 +279,7 @@ class Checkup:
         return f"{_count(data)}, split {split!r}{test}{unused}; columns {', '.join(data.column_names or [])}"
 
     def _settings(self) -> str:
-        """Run all registered checks that need only the config, e.g. of versions, rollout servers and memory."""
+        """Run all registered checks that need only the config, e.g. checks of versions, rollout servers and memory."""
         before = len(self.findings)
         self._report(self.preflight.run("config", self._context()))
         codes = sorted({code for probe in registry.PROBES.values() if probe.moment == "config" for code in probe.codes})
@@ -283,7 +287,7 @@ class Checkup:
         return f"{len(codes)} checks of settings, {new} finding{'s' if new != 1 else ''}"
 
     def _from_trl(self) -> str:
-        """Add a stage that lists intentional differences from TRL's defaults."""
+        """List intentional differences from TRL's defaults as the result of a stage."""
         return "\n".join(differences(self.subject.config))
 
     def _rows(self) -> str:
@@ -336,8 +340,8 @@ class Checkup:
         return ""
 
     def _start(self) -> str:
-        """Create the trainer in the same way as the command, and run one step and one evaluation batch in a temporary
-        folder. With ``--no-model``, stop before the model is loaded.
+        """Create the trainer in the same way as the training command. Run one step and one evaluation batch with a temporary
+        output folder. With ``--no-model``, stop before the model is loaded.
         """
         if self.refused:
             return ""
@@ -348,7 +352,7 @@ class Checkup:
         launch, size = self.subject.launch, parallel_sizes(self.subject.config)["sp_size"]
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if launch:
-            train.with_multi_gpu(launch)  # This call raises an error for options that are not supported.
+            train.with_multi_gpu(launch)  # Raises an error for unsupported options.
             world, zero_stage = train.launched(launch, config=self.subject.config)
             if zero_stage:
                 refuse_auto_batch_size(self.subject.config)
@@ -378,8 +382,8 @@ class Checkup:
             except ModelIsNextError:
                 return untried or "everything before the model is loaded"
             try_step(trainer, resume)
-        # Skip findings about the temporary folder, and findings about completions, because the trial step samples only short
-        # completions.
+        # Skip findings about the temporary folder. Also skip findings about completions, because the trial step samples only
+        # short completions.
         skipped = registry.codes_of("R", "log_step") if trainer.method.traits.samples else ()
         reported = trainer.run.checks.preflight.reported
         self._report([found for found in reported if not found.code.startswith(("PT-L", *skipped))])
@@ -411,9 +415,9 @@ def _count(data: Any) -> str:
 
 @contextlib.contextmanager
 def only_warnings() -> Iterator[BufferingHandler]:
-    """Collect the warnings that posttrain logs inside the ``with`` block, and hide other log lines and progress bars.
+    """Collect the warnings that posttrain logs inside the context, and hide all other log lines and progress bars.
 
-    The warning of transformers about special tokens of the model's config is collected too.
+    transformers' warning about special tokens in the model's config is collected too.
     """
     from posttrain.loop.run import with_attributes
 
@@ -428,7 +432,7 @@ def only_warnings() -> Iterator[BufferingHandler]:
 
 
 class ModelIsNextError(Exception):
-    """The data of a run is prepared, and its model would be loaded next."""
+    """Raised when the data of a run is prepared and its model would be loaded next."""
 
 
 def without_model(kind: type[Any]) -> type[Any]:
@@ -441,14 +445,14 @@ def without_model(kind: type[Any]) -> type[Any]:
 
 
 def try_step(trainer: Any, resume: str | None = None) -> None:
-    """Train one step, with completions of a few tokens, and evaluate one batch. Nothing is saved.
+    """Train one step with completions of a few tokens, and evaluate one batch. Nothing is saved.
 
     Args:
-        trainer: Trainer for this trial. Do not use the trainer afterwards, because the trial changes its model.
+        trainer: Trainer for the trial. Do not use it afterwards, because the trial changes its model.
         resume: Checkpoint from which the run would resume. The trial step is then the step after the checkpoint.
 
     Raises:
-        Exception: Any error that would end the run before its second step.
+        Exception: An error that would end the run before its second step.
     """
     from transformers import IntervalStrategy
     from transformers.integrations import INTEGRATION_TO_CALLBACK
@@ -464,7 +468,7 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
     args, evaluates = trainer.args, trainer.eval_dataset is not None
     for callback in (*INTEGRATION_TO_CALLBACK.values(), PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
-    # max_steps is not changed, because a resumed run compares it with that of the checkpoint.
+    # Do not change max_steps, because a resumed run compares it with the max_steps in the checkpoint.
     trainer.add_callback(StopAfterOneStep())
     args.save_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
     args.eval_strategy, args.eval_on_start, args.log_completions = IntervalStrategy.NO, False, False
@@ -474,12 +478,12 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
         for option in ("max_completion_length", "response_length", "max_new_tokens"):
             if vars(args).get(option):
                 vars(args)[option] = min(vars(args)[option], FEW_TOKENS)
-    # The number of rows per step is not changed if the run resumes, because the checkpoint's position in the dataset depends on
-    # it.
+    # If the run resumes, do not change the number of rows per step, because the checkpoint's position in the dataset depends
+    # on it.
     elif not resume:
         args.gradient_accumulation_steps = 1
     trainer.train(resume_from_checkpoint=resume)
-    # A run checks these tokens when it first saves the model.
+    # A real run checks the special tokens when it first saves the model.
     trainer.checks.saved_tokens(trainer.model, trainer.processing_class)
     if trainer.run.progress.bad_steps:
         weights = weights_not_finite(trainer.model)
@@ -490,7 +494,7 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
         )
     if evaluates:
         sets, count = trainer.eval_dataset, args.per_device_eval_batch_size
-        # Replace the attribute, because a set that is passed to evaluate would be prepared a second time.
+        # Replace the attribute eval_dataset, because a dataset that is passed to evaluate() would be prepared a second time.
         several = isinstance(sets, dict)
         trainer.eval_dataset = {k: _few(v, count) for k, v in sets.items()} if several else _few(sets, count)
         check_best_metric(args, trainer.evaluate())
@@ -501,9 +505,7 @@ def _few(rows: AnyDataset, count: int) -> AnyDataset:
 
 
 def _parameters(config: Any) -> int:
-    """Count the parameters of a model from its config, without loading weights. Return 0 if the parameters cannot be
-    counted.
-    """
+    """Count a model's parameters from its config, without loading weights. Return 0 if the parameters cannot be counted."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -562,7 +564,7 @@ def run(argv: list[str]) -> int:
 
 
 def show(checkup: Checkup) -> None:
-    """Print the stages, the findings (the most severe last), and the conclusion."""
+    """Print the stages, the findings (the most severe finding last), the warnings, and the conclusion."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

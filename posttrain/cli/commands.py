@@ -1,4 +1,4 @@
-"""Table of the training commands with their trainers, descriptions and data arguments."""
+"""Table of training commands with their trainers, descriptions and data arguments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Command:
-    """Training command.
+    """Entry of a training command in the table `TRAINING`.
 
     Attributes:
-        method: Common prefix of the class names of its config and trainer, e.g. "GRPO".
+        method: Common prefix of the class names of the command's config and trainer, e.g. "GRPO".
         text: Description that ``posttrain --help`` shows.
-        script_args: Name of the class in `posttrain.cli.train` that defines its data arguments.
+        script_args: Name of the class in `posttrain.cli.train` that defines the command's data arguments.
         plugin: Entry point of the trainer class, if another package registers the command.
     """
 
@@ -29,19 +29,19 @@ class Command:
 
     @property
     def trainer(self) -> Any:
-        """Trainer class."""
+        """Trainer class of the command."""
         import posttrain
 
         return plugins.load(self.plugin) if self.plugin else getattr(posttrain, f"{self.method}Trainer")
 
     @property
     def config(self) -> Any:
-        """Config class."""
+        """Config class of the command's trainer."""
         return self.trainer.config_class
 
     @property
     def asks_servers(self) -> bool:
-        """Whether rollout servers can sample completions for this command."""
+        """Whether rollout servers can sample completions for the command."""
         return "vllm_server_base_url" in self.config.__dataclass_fields__
 
 

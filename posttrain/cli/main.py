@@ -44,8 +44,8 @@ options:
 
 
 def help_text() -> str:
-    """Return the list of all commands for ``--help``. The description of a plugin's command is the first line of its
-    docstring.
+    """Return the text of ``posttrain --help``, which lists all commands. The description of a plugin's command is the first
+    line of its docstring.
     """
     from posttrain.errors import MissingDependencyError
 
@@ -62,8 +62,8 @@ def help_text() -> str:
 
 
 def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
-    """Return a command that imports ``module:function`` when it runs, and calls the function with ``first`` and the
-    arguments.
+    """Return a command that imports the function ``module:function`` only when it runs. The command calls the function with
+    ``first`` and the arguments.
     """
 
     def command(argv: list[str]) -> int:
@@ -74,7 +74,7 @@ def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
 
 
 def _train(name: str, argv: list[str]) -> int:
-    """Run a training command. The short help imports no module of the command, which is faster."""
+    """Run a training command, or print its help. The short help is fast, because it imports no module of the command."""
     if argv and argv[-1] in ("-h", "--help") and TRAINING[name].plugin is None:
         from posttrain.cli.options import help_text
 
@@ -95,9 +95,9 @@ def _env(argv: list[str]) -> int:
     return 0
 
 
-# Minimum address space in bytes. With less, OpenBLAS repeats failing allocations forever, without an error.
+# Minimum address space in bytes. With less address space, OpenBLAS repeats failing allocations forever, without an error.
 ADDRESSES = 2 * 2**30
-# Packages that `posttrain env` lists in addition to the packages in the manifest of a run.
+# Packages that `posttrain env` lists in addition to the packages in a run's manifest.
 OPTIONAL = (
     "bitsandbytes", "deepspeed", "liger-kernel", "vllm", "flash-attn", "kernels", "math-verify", "fastapi", "uvicorn",
     "tensorboard", "wandb", "trackio",
@@ -105,8 +105,8 @@ OPTIONAL = (
 
 
 def environment() -> str:
-    """Return lines for a bug report: software and hardware as in the manifest of a run, optional packages, and incompatible
-    versions.
+    """Return text for a bug report. The text lists software and hardware as in a run's manifest, optional packages, and
+    incompatible versions.
     """
     from posttrain.checks.machine import installed_version, verdict
     from posttrain.report.record import describe_run, flat
@@ -134,11 +134,11 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command.
+    """Run the `posttrain` command with arguments.
 
-    Returns: Exit code. 0 means success, 1 a configuration or data error (one line on stderr), and 2 wrong usage. 75
-    means that a rollout server was lost and the run can be started again. 78 means that a check stopped the run. 130
-    means that the user interrupted the run.
+    Returns: Exit code of the command. 0 means success, 1 means a configuration or data error (one line on stderr), and 2
+    means wrong usage. 75 means that a rollout server was lost and the run can be restarted. 78 means that a check stopped the
+    run. 130 means that the user interrupted the run.
     """
     accept_any_character()
     tokens = list(sys.argv[1:] if argv is None else argv)
@@ -180,12 +180,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class _Stderr(logging.StreamHandler):
-    """Log handler that removes secrets and writes to the current `sys.stderr`. The current stream is used, because progress
-    bars replace stderr to print lines above them.
+    """Log handler that removes secrets and writes to the current `sys.stderr`. Progress bars replace `sys.stderr` to print
+    log lines above the bar.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record and remove secrets."""
+        """Format a log record, and replace secrets in the result."""
         return hide_secrets(super().format(record))
 
     @property
@@ -202,7 +202,7 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, handlers=[_Stderr()])
     try:
         return command(argv)
-    except SystemExit as stop:  # argparse exits with 0 for --help and with 2 for wrong usage.
+    except SystemExit as stop:  # argparse exits with code 0 for --help and with code 2 for wrong usage.
         if isinstance(stop.code, str):
             sys.stderr.write(f"{stop.code}\n")
         return 1 if isinstance(stop.code, str) else stop.code or 0

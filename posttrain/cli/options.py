@@ -1,5 +1,5 @@
-"""Short help, completion and starter configs of training commands. Options are read from source files, so that torch is not
-imported.
+"""Short help, shell completion and starter configs of training commands. Options are read from source files, so that torch is
+not imported.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import NamedTuple
 from posttrain.cli.commands import TRAINING
 from posttrain.errors import ConfigError, check_choice
 
-WRITTEN = {"PLANNED": "8"}  # Values of constants that configs use as defaults, by name.
+WRITTEN = {"PLANNED": "8"}  # Values of constants that are defaults in configs, by name.
 MOST, RUN, TRANSFORMERS = "most used", "every run", "every run, from transformers.TrainingArguments"
-SENTENCE = re.compile(r"(?<!e\.g)(?<!i\.e)\. ")  # Matches the end of a sentence.
+SENTENCE = re.compile(r"(?<!e\.g)(?<!i\.e)\. ")  # Pattern of the end of a sentence.
 ROOT = Path(__file__).parents[1]
 EXTENSIONS = ("extensions/experimental/*.py", "extensions/asynchronous/*.py")
 SOURCES = (
@@ -51,7 +51,8 @@ MOST_USED = (
     "resume_from_checkpoint", "max_hours", "preflight", "warmup_steps", "lr_scheduler_type", "bf16", "gradient_checkpointing",
     "seed",
 )  # fmt: skip
-# Descriptions of frequently used options of transformers.TrainingArguments. They are shorter than the originals.
+# Descriptions of frequently used options of transformers.TrainingArguments. The descriptions are shorter than those of
+# transformers.
 COMMON = {
     "output_dir": "Folder of the run, with checkpoints, metrics and the trained model.",
     "max_steps": "Number of optimizer steps. Overrides num_train_epochs.",
@@ -76,7 +77,7 @@ COMMON = {
 
 
 class Option(NamedTuple):
-    """Field of a config, with its default as source text, its description, and its possible values if they are listed."""
+    """Field of a config: its default as source text, its description, and its possible values if the type lists them."""
 
     default: str
     text: str = ""
@@ -84,7 +85,7 @@ class Option(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """First sentence of the description, followed by the possible values."""
+        """First sentence of the description, followed by the possible values if the sentence does not contain them."""
         first, *others = SENTENCE.split(self.text)
         if others and " " not in first and not self.choices:
             first = f"{first}. {others[0]}"
@@ -95,7 +96,7 @@ class Option(NamedTuple):
 @cache
 def _nodes() -> dict[str, ast.AST]:
     files = [file for pattern in SOURCES for file in sorted(ROOT.glob(pattern))]
-    found = importlib.util.find_spec("transformers")  # The package is only located, never imported.
+    found = importlib.util.find_spec("transformers")  # Only locate the package.
     files += [Path(folder) / "training_args.py" for folder in found.submodule_search_locations or ()] if found else []
     nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)} | {
@@ -104,8 +105,8 @@ def _nodes() -> dict[str, ast.AST]:
 
 
 def _unread(node: ast.ClassDef) -> set[str]:
-    """Return the names in the argument ``unread`` of a config's decorator. These are inherited options that the method does
-    not use.
+    """Return the names in the argument ``unread`` of a config's decorator. ``unread`` lists inherited options that the method
+    does not use.
     """
     calls = [call for call in node.decorator_list if isinstance(call, ast.Call)]
     given = [word.value for call in calls for word in call.keywords if word.arg == "unread"]
@@ -118,9 +119,9 @@ def _unread(node: ast.ClassDef) -> set[str]:
 
 
 def _declared(node: ast.ClassDef) -> dict[str, Option]:
-    """Return the fields that a class itself declares."""
+    """Return the fields that a config class itself declares, without inherited fields."""
     options = {}
-    # Distillation presets set defaults in a decorator. A default can have a new description.
+    # Distillation presets set defaults in a decorator. A default can be followed by a new description.
     keywords = [
         k
         for call in node.decorator_list
@@ -138,7 +139,7 @@ def _declared(node: ast.ClassDef) -> dict[str, Option]:
             continue
         value, text = line.value, ""
         if isinstance(value, ast.Call) and any(k.arg == "init" for k in value.keywords):
-            continue  # This field is computed and cannot be set.
+            continue  # The field is computed and cannot be set.
         if isinstance(value, ast.Call):
             texts = [
                 *value.args[1:],
@@ -159,7 +160,7 @@ def _declared(node: ast.ClassDef) -> dict[str, Option]:
 
 
 def _lineage(name: str) -> list[ast.ClassDef]:
-    """Return the class of a config and its base classes in this package, in method resolution order."""
+    """Return the syntax trees of a config class and of its base classes in this package, in method resolution order."""
     node = _nodes().get(name)
     if not isinstance(node, ast.ClassDef):
         return []
@@ -168,7 +169,9 @@ def _lineage(name: str) -> list[ast.ClassDef]:
 
 
 def groups(command: str) -> dict[str, dict[str, Option]]:
-    """Return the options of a training command by heading, frequently used options first. Each option is listed once."""
+    """Return the options of a training command by heading. Frequently used options come first, and each option is listed only
+    once.
+    """
     chosen = TRAINING[command]
     lineage = _lineage(f"{chosen.method}Config")
     shared = [node for node in lineage if node.name == "PostTrainingConfig"]
@@ -186,7 +189,7 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
     headings: dict[str, list[str]] = {}
     for heading, nodes in parts.items():
         for options in map(_declared, nodes):
-            # Groups of base classes come first, because their fields apply to more methods.
+            # Fields of base classes come first, because they apply to more methods.
             headings[heading] = [name for name in options if name not in declared] + headings.get(heading, [])
             for name, option in options.items():
                 first = declared.get(name, option)
@@ -201,7 +204,7 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
 
 
 def help_text(command: str) -> str:
-    """Format the short help: every option with the first sentence of its description."""
+    """Format the short help of a training command: every option with the first sentence of its description."""
     width = min(shutil.get_terminal_size().columns, 120)
     about = TRAINING[command].text
     lines = [
@@ -236,7 +239,7 @@ COMPLETION = """# posttrain: add `eval "$(posttrain completion {shell})"` to the
 }}
 complete {filenames}-F _posttrain posttrain
 """
-# bash's completion uses zsh's `compdef`, which is undefined unless the startup file has initialized completion.
+# bash's completion in zsh uses `compdef`. `compdef` is undefined unless zsh's startup file has initialized completion.
 ZSH = """(( $+functions[compdef] )) || { autoload -U compinit && compinit }
 autoload -U +X bashcompinit && bashcompinit
 """
@@ -251,7 +254,7 @@ def completion(commands: list[str], argv: list[str]) -> int:
     for command in TRAINING:
         flags = " ".join(f"--{name}" for options in groups(command).values() for name in options)
         cases.append(f'    {command}) words="--config --help {flags}";;')
-    # The option `-o filenames` is not used, because zsh then adds no space after a completed option.
+    # Do not use `-o filenames` in zsh, because zsh would add no space after a completed option.
     before, filenames = (ZSH, "") if shell == "zsh" else ("", "-o filenames ")
     text = COMPLETION.format(
         shell=shell, before=before, filenames=filenames, commands=" ".join(commands), cases="\n".join(cases)
@@ -261,8 +264,8 @@ def completion(commands: list[str], argv: list[str]) -> int:
 
 
 def _configs() -> Path:
-    """Return the folder of example configs. An installed wheel contains the folder next to this file, and a clone
-    contains it in ``examples``.
+    """Return the folder of example configs. An installed wheel has this folder next to this file, and a clone has it in
+    ``examples``.
     """
     copy = Path(__file__).with_name("examples") / "configs"
     return copy if copy.is_dir() else ROOT.parent / "examples" / "configs"
@@ -280,7 +283,8 @@ def _write(text: str, output: str | None) -> int:
     return 0
 
 
-# For starter configs of distillation commands: the line that selects the teacher, or a comment if there is no separate teacher.
+# Lines of starter configs of distillation commands that select the teacher. If a command has no separate teacher, the line
+# is a comment.
 TEACHERS = {
     "server-distillation": "teacher_model_server_url: http://localhost:8001",
     "async-distillation": "teacher_server_urls: http://localhost:8001",
@@ -290,14 +294,14 @@ TEACHERS = {
 }
 
 
-# Dataset columns that these commands need in addition to prompts. All other commands need only prompts, because the student
-# samples the answers.
+# Dataset columns that some distillation commands need in addition to prompts. All other distillation commands need only
+# prompts, because the student samples the answers.
 BESIDE_PROMPTS = {"gkd": ("completion",), "gold": ("completion",), "sdft": ("privileged_context",)}
 
 
 def starter(command: str) -> str:
-    """Return a starter config as text. The first lines set the model, data and output folder. All other options of the command
-    follow as comments with their defaults.
+    """Return a starter config of a training command as text. The first lines set the model, data and output folder. All other
+    options follow as comments with their defaults.
     """
     example = _configs() / f"{command}.yaml"
     if example.is_file():
@@ -332,7 +336,7 @@ def starter(command: str) -> str:
 
 
 def _in_yaml(default: str) -> str:
-    """Convert the source text of a default to YAML. Source text that is not a literal is returned unchanged."""
+    """Convert the source text of a default to YAML. If the source text is not a literal, return it unchanged."""
     with contextlib.suppress(ValueError, SyntaxError):
         return json.dumps(ast.literal_eval(default), ensure_ascii=False)
     return default

@@ -1,5 +1,5 @@
-"""Command-line parser for dataclasses. Each field becomes an option, and entries of YAML files are converted in the same way as
-options.
+"""Command-line parser for dataclasses. Each field becomes an option. Entries of YAML files are converted like options of the
+command line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
 
 class PosttrainArgumentParser(HfArgumentParser):
-    """`transformers.HfArgumentParser` that also reads a YAML file. Every boolean field has a ``--no_`` flag.
+    """Subclass of `transformers.HfArgumentParser` that also reads a YAML file. Every boolean field has a ``--no_`` flag.
 
     The command line overrides the file, and the file overrides the dataclass's default. Values of the file are converted like
         options of the command line:
@@ -56,9 +56,9 @@ class PosttrainArgumentParser(HfArgumentParser):
                     "field."
                 )
         super().__init__(types, **({"allow_abbrev": False} | options))
-        # With this pattern for negative numbers, values such as -1e-05 are not read as options.
+        # Set the pattern of negative numbers, so that values such as -1e-05 are not read as options.
         self._negative_number_matcher = NEGATIVE
-        # The usage line does not list all options, because they would fill several screens.
+        # Do not list all options in the usage line, because they would fill several screens.
         self.usage = options.get("usage", f"{self.prog} [--config FILE.yaml] [--option value ...]")
         hints = dict(item for kind in types for item in typing.get_type_hints(kind).items())
         configs = [kind for kind in types if "check_fields" in dir(kind)]
@@ -72,23 +72,23 @@ class PosttrainArgumentParser(HfArgumentParser):
                 action.help = action.help.replace("%", "%%").replace("%%%%", "%%")
             hint = hints.get(action.dest)
             if action.dest == "report_to":
-                # Accept several trackers, because the parser of transformers accepts only one.
+                # Accept several trackers, because transformers' parser accepts only one.
                 action.nargs, action.type = "+", str
             if dict in (action.type, typing.get_origin(action.type)):
-                # Parse the text as JSON, because the parser of transformers would call dict() on the text.
+                # Parse the text as JSON, because transformers' parser would call dict() on the text.
                 action.type = _mapping
             if hint == int | str:
-                # Accept a number or a word, because the parser of transformers accepts only numbers.
+                # Accept a number or a word, because transformers' parser accepts only numbers.
                 action.type = _number_or_word
             if action.choices and action.dest in checked:
-                # The choices are listed in the help but not checked here. The config checks them, and its error contains a
-                # replacement for an old value.
+                # List the choices in the help without checking the value. The config checks the value, and its error
+                # contains a replacement for an old value.
                 action.metavar = "{" + ",".join(map(str, action.choices)) + "}"
                 action.choices = None
             if hint in (bool, bool | None) and f"--no_{action.dest}" not in self._option_string_actions:
                 flags = dict.fromkeys((f"--no_{action.dest}", f"--no-{action.dest.replace('_', '-')}"))
                 self.add_argument(*flags, action="store_false", dest=action.dest, default=SUPPRESS, help=SUPPRESS)
-        # The type of report_to allows None, but transformers raises an error for it.
+        # Exclude report_to, because transformers raises an error for report_to=None although the type allows None.
         self.optional = {name for name, hint in hints.items() if type(None) in typing.get_args(hint)} - {"report_to"}
         self.fields = {item.name: item for kind in types for item in dataclasses.fields(kind) if item.init}
         self.kinds = types
@@ -101,13 +101,14 @@ class PosttrainArgumentParser(HfArgumentParser):
         separate_remaining_strings: bool = False,
         around: Callable[[list[str]], AbstractContextManager[None]] | None = None,
     ) -> tuple[Any, ...]:
-        """Return instances of the dataclasses. With ``return_remaining_strings``, also return the strings that are no known
-        option.
+        """Parse the command line and its config file to instances of the dataclasses. With ``return_remaining_strings``, also
+        return the strings that belong to no known option.
 
-        The dataclasses are created inside the context ``around(strings)``, where ``strings`` are the unknown strings.
+        The dataclasses are created inside the context ``around(strings)``, where ``strings`` are the strings that belong to
+        no known option.
 
-        With ``separate_remaining_strings``, the unknown strings of the config file and of the command line are returned as two
-        lists.
+        With ``separate_remaining_strings``, unknown strings of the config file and unknown strings of the command line are
+        returned as two lists.
 
         Raises:
             ConfigError: The file does not exist or is not a mapping, a key is unknown, or a dataclass rejects a value.
@@ -115,9 +116,9 @@ class PosttrainArgumentParser(HfArgumentParser):
         """
         tokens, path = split_config(sys.argv[1:] if args is None else args)
         config = load_config(path) if path is not None else {}
-        # null in the file means that an option is not set, except if None is a possible value of the field.
+        # A null in the file means that the option is not set, unless None is a possible value of the field.
         config = {key: value for key, value in config.items() if value is not None or key in self.optional}
-        # Options of a command line may have dashes instead of underscores, so keys of the file may have them too.
+        # Convert dashes to underscores in keys of the file, because options of the command line may have dashes too.
         config = {present if (present := key.replace("-", "_")) in self.fields else key: v for key, v in config.items()}
         _apply_env(config.pop("env", None))
         tokens, kept = self._present(tokens, config)
@@ -125,7 +126,7 @@ class PosttrainArgumentParser(HfArgumentParser):
         others = {key: value for key, value in config.items() if key not in self.fields}
         if others and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"{path}: unknown key{'s' if len(others) > 1 else ''} {self._suggest(others)}.")
-        # None and empty lists are set as defaults, because no command-line argument can express them.
+        # Set None and empty lists as defaults, because no command-line argument can express them.
         unsaid = {key: value for key, value in known.items() if value is None or value == []}
         self.set_defaults(**unsaid)
         given = [to_tokens(key, value) for key, value in known.items() if key not in unsaid]
@@ -139,7 +140,7 @@ class PosttrainArgumentParser(HfArgumentParser):
         trusts = any(vars(instance).get("trust_remote_code") for instance in instances)
         for instance in instances:
             vars(instance).update(kept.get(type(instance), {}))
-            # Scripts also read this option from the `ModelConfig`.
+            # Scripts read trust_remote_code from the `ModelConfig` too.
             if trusts and "trust_remote_code" in dir(instance):
                 instance.trust_remote_code = True
         if rest and not return_remaining_strings and fail_with_unknown_args:
@@ -149,11 +150,10 @@ class PosttrainArgumentParser(HfArgumentParser):
         return tuple(instances)
 
     def _present(self, tokens: list[str], config: dict[str, Any]) -> tuple[list[str], dict[type, dict[str, Any]]]:
-        """Replace the names of options of older releases with current names, in ``config`` and in the tokens of the command
-        line.
+        """Replace option names of older releases with current names, in ``config`` and in the tokens of the command line.
 
         Returns:
-            The tokens with current names, and for each dataclass the attributes to set on its instance.
+            The tokens with current names, and a mapping from each dataclass to attributes to set on its instance.
         """
         flags = (token.split("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--"))
         names = {*flags, *config} - self.fields.keys()
@@ -173,7 +173,9 @@ class PosttrainArgumentParser(HfArgumentParser):
         return rest + [token for key, value in given.items() for token in to_tokens(key, value)], kept
 
     def parse_known_args(self, args: PostTrainingConfig | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse like argparse. If two classes have the same option, only the field of the first class is set."""
+        """Parse known options like argparse. If two classes have an option of the same name, only the field of the first
+        class is set.
+        """
         return super().parse_known_args(args, _Shared() if namespace is None else namespace)
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
@@ -185,8 +187,8 @@ class PosttrainArgumentParser(HfArgumentParser):
         return [token for key, value in others for token in to_tokens(key, value)]
 
     def _meant(self, key: str, value: object, path: str | None) -> object:
-        """Return the intended value of an entry of the file. YAML reads ``no`` and ``off`` as false. If one of these words is a
-        valid choice of the field, false is converted back to this word.
+        """Return the intended value of a config file entry. YAML reads ``no`` and ``off`` as false. If one of these words is
+        a valid choice of the field, false is converted back to the word.
         """
         if isinstance(value, list) and None in value:
             raise ConfigError(f"{path}: {key}={value!r} has an empty item. Fix: remove the item.")
@@ -205,8 +207,8 @@ TrlParser = PosttrainArgumentParser
 
 
 class _Shared(Namespace):
-    """Namespace in which a name can be deleted twice. `transformers` deletes the names of each class, and two classes can
-    have the same name.
+    """Namespace from which an attribute can be deleted twice. transformers deletes the attributes of each class, and two
+    classes can have fields of the same name.
     """
 
     def __delattr__(self, name: str) -> None:
@@ -214,7 +216,7 @@ class _Shared(Namespace):
 
 
 def _value(text: str) -> Any:
-    """Convert the text of an option to a number, bool or other literal. Other text is returned unchanged."""
+    """Convert the text of an option to a JSON value, e.g. a number or bool. Other text is returned unchanged."""
     try:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except ValueError:
@@ -222,7 +224,7 @@ def _value(text: str) -> Any:
 
 
 def _number_or_word(text: str) -> int | str:
-    """Convert text to a number if possible, else return the text. The dataclass rejects unknown words."""
+    """Convert text to a number if possible. Otherwise, return the text. The dataclass rejects unknown words."""
     return int(text) if text.lstrip("-").isdigit() else text
 
 
@@ -250,7 +252,7 @@ def split_config(tokens: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def load_config(path: str) -> dict[str, Any]:
-    """Read a YAML file that maps field names to values. An empty file gives an empty mapping."""
+    """Read a YAML file that maps field names to values. Return an empty mapping for an empty file."""
     import yaml
 
     file = Path(path)
@@ -262,7 +264,7 @@ def load_config(path: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: the file is not valid YAML: {error}") from error
     names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-    # Without this check, YAML would silently use the last one of duplicate keys.
+    # Check for duplicate keys, because YAML would silently use the last one.
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
         raise ConfigError(f"--config {path}: {twice[0]!r} is set twice. Fix: remove one of them.")
     if content is None:
@@ -283,8 +285,8 @@ def _apply_env(env: Any) -> None:
 
 
 def to_tokens(key: str, value: object, flags: bool = False) -> list[str]:
-    """Convert an entry of the config file to command-line tokens. With ``flags``, true becomes a flag without value, and
-    false becomes no token.
+    """Convert a config file entry to command-line tokens. With ``flags``, true is converted to a flag without value, and
+    false to no token.
     """
     name = f"--{key}"
     if isinstance(value, bool) and flags:

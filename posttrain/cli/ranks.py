@@ -1,4 +1,6 @@
-"""Store exit codes and stderr of launched processes, so that the command can report which process failed first and why."""
+"""Storage of the exit codes and stderr of launched processes. With it, the command can report which process failed first and
+why.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-# Environment variable that contains a folder. A failing process stores its exit code in this folder, because launchers always
-# return 1.
+# Environment variable with the path of a folder. A failing process stores its exit code in this folder, because launchers
+# always return 1.
 EXIT_CODES = "POSTTRAIN_EXIT_CODES"
-LINES = 30  # Number of last lines of stderr to show.
+LINES = 30  # Number of last lines of stderr that are shown.
 CRASH = "Fatal Python error"  # Text that `faulthandler` writes at the beginning of its report.
 
 
 class _Both:
-    """Replacement of stderr that also writes to a file. The object has all attributes of the wrapped stream."""
+    """Replacement of `sys.stderr` that writes to the original stream and to a file. The replacement has all attributes of the
+    original stream.
+    """
 
     def __init__(self, shown: TextIO, file: TextIO) -> None:
         self._shown, self._file = shown, file
@@ -36,12 +40,12 @@ class _Both:
 
 
 def keep_stderr() -> None:
-    """Copy stderr to a file, including the trace of a crash, if `posttrain` launched this process."""
+    """Copy the stderr of a process that `posttrain` launched to a file, including the trace of a crash."""
     folder = os.environ.get(EXIT_CODES)
     if folder is None or isinstance(sys.stderr, _Both):
         return
     path = Path(folder, f"{os.environ.get('RANK', '0')}.stderr")
-    # Remove the exit code that this rank has stored before the launcher restarted it.
+    # Remove the exit code that this rank stored before the launcher restarted it.
     path.with_suffix(".code").unlink(missing_ok=True)
     file = path.open("a", buffering=1, encoding="utf-8", errors="replace")
     faulthandler.enable(file)
@@ -49,15 +53,15 @@ def keep_stderr() -> None:
 
 
 def leave_code(code: int) -> None:
-    """Store the exit code of a failure, if `posttrain` launched this process."""
+    """Store the exit code of a process that `posttrain` launched, unless the code is 0."""
     folder = os.environ.get(EXIT_CODES)
     if code and folder is not None:
         Path(folder, f"{os.environ.get('RANK', '0')}.code").write_text(str(code), encoding="utf-8")
 
 
 def launch() -> None:
-    """Run ``accelerate launch``. If a signal killed a process, the process could not store an exit code, so the signal is
-    stored for it.
+    """Run ``accelerate launch``. A process that was killed by a signal could not store an exit code, so the signal is stored
+    for it.
     """
     from accelerate.commands.launch import main
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -66,12 +70,11 @@ def launch() -> None:
     try:
         main()
     except SignalException as received:
-        # The processes have already saved a checkpoint and reported the signal, so no traceback is printed after their
-        # messages.
+        # Print no traceback, because the processes have already saved a checkpoint and reported the signal.
         sys.exit(128 + int(received.sigval))
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            # Ignore SIGTERM. The launcher sends it to the remaining processes after one has failed.
+            # Ignore SIGTERM, which the launcher sends to the remaining processes after one process has failed.
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
                 Path(os.environ[EXIT_CODES], f"{rank}.signal").write_text(str(-failure.exitcode), encoding="utf-8")
         raise
@@ -79,12 +82,12 @@ def launch() -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """First process that failed.
+    """Launched process that failed first.
 
     Attributes:
         rank: Rank of the process.
-        code: Exit code. It is 128 plus the signal number if a signal ended the process.
-        tail: Last lines of its stderr.
+        code: Exit code of the process, or 128 plus the signal number if a signal ended the process.
+        tail: Last lines of the process's stderr.
     """
 
     rank: int
@@ -108,10 +111,10 @@ def first_failure(folder: Path, code: int) -> Failure | None:
 
     Args:
         folder: Folder in which processes stored their codes and stderr.
-        code: Exit code of the launcher. This code is used for a process that crashed before it could store its own exit
-            code.
+        code: Exit code of the launcher. The launcher's code is reported for a process that crashed before it could store its
+            own exit code.
     """
-    # A killed process counts as the first failure, because other processes fail only as a consequence.
+    # A process that was killed is the first failure, because other processes fail only as a consequence.
     for path in sorted(folder.glob("*.signal")):
         return Failure(int(path.stem), 128 + int(path.read_text(encoding="utf-8")), _tail(path.with_suffix(".stderr")))
     codes = sorted(folder.glob("*.code"), key=lambda path: path.stat().st_mtime_ns)
@@ -127,7 +130,7 @@ def first_failure(folder: Path, code: int) -> Failure | None:
 
 def _tail(path: Path) -> str:
     text = path.read_bytes().decode("utf-8", "replace") if path.is_file() else ""
-    # Only the last state of a progress bar is kept.
+    # Keep only the last state of a progress bar.
     lines = [line.rpartition("\r")[2] for line in text.split("\n")]
     return "\n".join([line for line in lines if line.strip()][-LINES:])
 

@@ -1,5 +1,5 @@
-"""Load the components of a training command (arguments, tokenizer, data) for the commands ``check``, ``inspect`` and
-``estimate``, which do not train. Each component is loaded only once.
+"""Components of a training command (arguments, tokenizer, data) for the commands ``check``, ``inspect`` and ``estimate``,
+which do not train. Each component is loaded only once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from posttrain.types import Finding, Row
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset
 
-# Commands for which training rows can be shown.
+# Training commands whose rows can be prepared without a model.
 ROWS = (
     "sft", "reward", "dpo", "cpo", "orpo", "tpo", "kto", "bco",
     "grpo", "async-grpo", "gmpo", "a2po", "rloo", "online-dpo",
@@ -32,9 +32,10 @@ class Prepared(NamedTuple):
 
     Attributes:
         rows: Rows in the order of the examples.
-        findings: Problems that the preparation has found.
-        cut: Number of truncated rows, or None if it is unknown. A row whose length equals the limit is counted as truncated.
-        numbers: Row numbers in the dataset. None: the same as those of the examples, or unknown.
+        findings: Problems that were found during preparation.
+        cut: Number of truncated rows. None: the number is unknown. Rows whose length equals the limit are then treated as
+            truncated.
+        numbers: Number of each row's example in the dataset. None: the numbers of the examples, or unknown.
         reasons: Reasons why rows were dropped.
     """
 
@@ -50,7 +51,7 @@ class Subject:
 
     Args:
         name: Name of the training command.
-        tokens: Command-line arguments. Options of the accelerator have no effect.
+        tokens: Command-line arguments. Options of ``accelerate launch`` have no effect.
 
     Attributes:
         parsed: Result of the command's parser, i.e. the instances of the data, config, model and mixture arguments.
@@ -68,7 +69,7 @@ class Subject:
         self.script_args, self.config, self.model_args, self.mixture = self.parsed
         init = self.model_args.model_init_kwargs(self.config.trust_remote_code)
         if self.model_args.load_in_4bit or self.model_args.load_in_8bit:
-            # A dict is used, because the config object can only be created if bitsandbytes is installed.
+            # Use a dict, because the config object can only be created if bitsandbytes is installed.
             init["quantization_config"] = {
                 "load_in_4bit": self.model_args.load_in_4bit,
                 "load_in_8bit": self.model_args.load_in_8bit,
@@ -79,7 +80,7 @@ class Subject:
 
     @cached_property
     def method(self) -> Any:
-        """Method of the trainer, with its config."""
+        """Method object of the trainer, created with the config."""
         return self.kind.METHOD(self.config)
 
     @cached_property
@@ -88,7 +89,7 @@ class Subject:
 
         Raises:
             ConfigError: No model is set.
-            ModelError: The model does not exist or has the wrong type.
+            ModelError: The model does not exist, or the trainer does not support its class.
         """
         from posttrain.models.load import check_model_source
 
@@ -98,19 +99,19 @@ class Subject:
 
     @cached_property
     def model_config(self) -> Any:
-        """Config of the model."""
+        """Config of the model, as loaded by transformers."""
         return model_config(self.source, self.config.trust_remote_code, self.model_args.model_revision)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Tokenizer, prepared in the same way as by the trainer."""
+        """Tokenizer, prepared in the same way as in the trainer."""
         from posttrain.models.load import changes_vocabulary, load_tokenizer, prepare_tokenizer, resolve_pad_token
 
         config, trust = self.config, self.config.trust_remote_code
         tokenizer = load_tokenizer(self.source, trust_remote_code=trust, revision=self.model_args.model_revision)
         if changes_vocabulary(config):
-            # Copy the chat template, added tokens and eos token of the other tokenizer. The model's embedding is not extended,
-            # because it does not affect rows.
+            # Copy the chat template, added tokens and eos token of the other tokenizer. The model's embedding is not
+            # resized, because it does not affect rows.
             other, known = load_tokenizer(config.chat_template_path, trust_remote_code=trust), tokenizer.get_vocab()
             tokenizer.chat_template = other.chat_template
             tokenizer.add_tokens([t for t in other.added_tokens_decoder.values() if t.content not in known])
@@ -136,11 +137,11 @@ class Subject:
         return self.splits.get(self.split)
 
     def drawn(self, dataset: AnyDataset, count: int) -> tuple[Any, int | None, list[int]]:
-        """Sample up to ``count`` examples. Return the examples in dataset order, the number of all examples (None for a
-        stream), and the indices of the sampled examples.
+        """Sample up to ``count`` examples of a dataset. Return the sampled examples in dataset order, the size of the dataset
+        (None for a stream), and the indices of the sampled examples.
 
         Raises:
-            DataError: There are no examples.
+            DataError: The dataset is None or empty.
         """
         import datasets
 
@@ -158,13 +159,13 @@ class Subject:
             examples = list(dataset.select(places))
         if not examples:
             raise DataError("the dataset is empty, so there is nothing to inspect.")
-        # Create an in-memory dataset, so that no cache file is written when rows are prepared.
+        # Create an in-memory dataset, so that preparing rows writes no cache file.
         drawn: Any = datasets.Dataset.from_list(examples, features=dataset.features)
         return drawn.add_column(ROW, places), total, places
 
     def rows_of(self, examples: Any) -> tuple[Prepared, Any]:
-        """Return the rows that the trainer would create from examples, and the image reader (None if rows contain only
-        text).
+        """Return the rows that the trainer would create from examples, and the image reader. The image reader is None if rows
+        contain only text.
         """
         from posttrain.loop.media import media_of
 
@@ -177,7 +178,7 @@ class Subject:
         return prepared, vision if vision.images else None
 
     def _prompts(self, examples: Any, vision: Any) -> Prepared:
-        """Return the prompts in the form in which the generation engine receives them."""
+        """Convert examples to the prompts that the generation engine would receive."""
         from posttrain.data.samplers import check_prompts
         from posttrain.loop.data_report import prompt_rows
 
@@ -189,7 +190,7 @@ class Subject:
         return Prepared(prompt_rows(list(examples), self.tokenizer, self.config, id_columns))
 
     def _answers(self, examples: Any, vision: Any) -> Prepared:
-        """Prepare and convert examples like the trainer, but without a model. Packed rows are split into documents."""
+        """Convert examples to rows like the trainer, but without a model. Packed rows are split into documents."""
         from posttrain.checks.pairs import check_pairs
         from posttrain.checks.rows import diverged_prompts
         from posttrain.data.chat import terminal_token_ids
@@ -198,7 +199,7 @@ class Subject:
 
         config = copy.copy(self.config)
         packs = config.packing
-        # The strategy "bfd" does not split documents, so each document is shown as a separate row.
+        # The strategy "bfd" does not split documents. Disable packing, so that each document is a separate row.
         if packs and config.packing_strategy == "bfd":
             packs = False
         elif packs and ROW in examples.column_names:
@@ -214,8 +215,7 @@ class Subject:
         if isinstance(self.method, AnswerMethod) and self.method.branches == ("chosen", "rejected"):
             findings += check_pairs(rows, limit=config.max_length, stops=terminal_token_ids(self.tokenizer))
         numbers = list(prepared[ROW]) if ROW in prepared.column_names else None
-        # Packing strategies that split rows do not truncate them. If there is no report, rows with the maximum length are
-        # counted as truncated.
+        # Packing strategies that split rows do not truncate them. Without a report, the number of truncated rows is unknown.
         cut = None if packs or not trainer.reports else report.truncated
         return Prepared(
             rows, [finding for finding in findings if finding is not None], cut, numbers, listed(report.dropped)
@@ -240,7 +240,7 @@ def model_config(source: str, trust_remote_code: bool, revision: str = "main") -
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Disable progress bars of ``datasets``, which would clutter the output of commands that take a second."""
+    """Disable progress bars of ``datasets`` inside the context, because they would clutter the output of fast commands."""
     import datasets
 
     if datasets.are_progress_bars_disabled():

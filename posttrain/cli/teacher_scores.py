@@ -1,4 +1,4 @@
-"""`posttrain teacher-scores`: compute a teacher's log-probs of the answers of a dataset, and write them to a file."""
+"""Command `posttrain teacher-scores`, which computes a teacher's log-probs of a dataset's answers and writes them to a file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TeacherScoresArguments:
 
 
 def run(argv: list[str]) -> int:
-    """Compute the scores, write the file, and print a summary."""
+    """Compute the teacher's scores, write them to the output file, and print a summary."""
     from posttrain.cli.parser import PosttrainArgumentParser
     from posttrain.data.mixture import load_rows
     from posttrain.methods.distillation.teacher import score_dataset

@@ -1,5 +1,5 @@
-"""Training commands such as `posttrain sft` and `posttrain grpo`: create a trainer from a config and train, in this process
-or with `accelerate launch`.
+"""Training commands such as `posttrain sft` and `posttrain grpo`. A command creates a trainer from a config and trains, in
+its own process or with `accelerate launch`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 def named_object(path: str, option: str) -> Any:
-    """Import ``module.name``, ``module:name`` or ``folder/file.py:name``. Modules are found from the working directory.
+    """Import the object ``module.name``, ``module:name`` or ``folder/file.py:name``. Modules in the working directory can be
+    imported too.
 
     Args:
-        path: Path of the object.
-        option: Name of the option, for messages.
+        path: Path of the object, e.g. ``module.name``.
+        option: Name of the command-line option, for messages.
 
     Raises:
         ConfigError: The file, module or name does not exist, or importing it fails.
@@ -68,7 +69,8 @@ def _from_file(file: Path, name: str, option: str) -> Any:
         raise ConfigError(f"{option}: the file {str(file)!r} does not exist (from {os.getcwd()}).")
     file = file.resolve()
     loaded = sys.modules.get(file.stem)
-    # A second module of the same file would contain other functions, which cannot be sent to worker processes.
+    # Reuse a loaded module. Importing the same file a second time would create different function objects, which cannot be
+    # sent to worker processes.
     if loaded is not None and getattr(loaded, "__file__", None) == str(file):
         return _member(loaded, name, str(file), option)
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -81,7 +83,7 @@ def _from_file(file: Path, name: str, option: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.path.remove(str(file.parent))
-        # Remove the module, because its import failed and it is only partially initialized.
+        # Remove the module, because it is only partially initialized after a failed import.
         if sys.modules.get(file.stem) is module:
             del sys.modules[file.stem]
         raise ConfigError(
@@ -100,19 +102,19 @@ def _member(module: Any, name: str, where: str, option: str) -> Any:
 
 
 def resume_from(config: Any) -> Any:
-    """Convert the option ``resume_from_checkpoint`` (true, false, auto or a path) to the argument ``resume_from_checkpoint``
-    of `Trainer.train`.
+    """Convert the option ``resume_from_checkpoint`` (true, false, auto or a path) to the argument of `Trainer.train` with
+    this name.
     """
     resume = config.resume_from_checkpoint
     word = str(resume).lower()
     if word in ("auto", "false"):
-        # Callbacks read this field. The trainer sets it to the path of a checkpoint if it finds one.
+        # Reset the field, because callbacks read it. If the trainer finds a checkpoint, it sets the field to its path.
         config.resume_from_checkpoint = None
     return {"true": True, "false": None, "auto": "auto"}.get(word, resume)
 
 
 def reward_functions(script_args: Any) -> list[Any]:
-    """Return the reward model, if there is one, followed by the named functions."""
+    """Return the rewards that the options select: the reward model, if it is set, followed by the reward functions."""
     from posttrain.rewards import REWARDS
 
     functions: list[Any] = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
@@ -130,8 +132,8 @@ def reward_functions(script_args: Any) -> list[Any]:
 
 
 def ppo_parts(script_args: Any, config: Any) -> dict[str, Any]:
-    """Return the reward functions and the value model of PPO. If no rewards are set, the model ``reward_model_path`` is used
-    as reward and as value model.
+    """Return PPO's arguments for rewards and value model. If no rewards are set, ``reward_model_path`` is both the reward
+    model and the default value model.
     """
     rewards, value = reward_functions(script_args), script_args.value_model_name_or_path
     if rewards:
@@ -140,7 +142,7 @@ def ppo_parts(script_args: Any, config: Any) -> dict[str, Any]:
 
 
 def episode_parts(script_args: Any) -> dict[str, Any]:
-    """Import the tools, environment factory and rollout function that the options name."""
+    """Import the tools, the environment factory and the rollout function whose paths are set in the options."""
     parts: dict[str, Any] = {}
     if script_args.tools:
         parts["tools"] = [_callable(named_object(name, "tools"), name, "tools") for name in script_args.tools]
@@ -159,7 +161,7 @@ def _callable(value: Any, name: str, option: str) -> Callable:
 
 # Exit code after Ctrl-C: 128 + SIGINT, as in shells.
 INTERRUPTED = 130
-# Maximum time in seconds to wait for processes to save a checkpoint after Ctrl-C.
+# Maximum time in seconds that processes get to save a checkpoint after Ctrl-C.
 SAVE_SECONDS = 15.0
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 # Loggers whose INFO messages are shown on the terminal.
@@ -170,7 +172,7 @@ LOGGERS_SHOWN = ("posttrain.loop.prompts", "posttrain.loop.reward_watch", "postt
 class ScriptArguments:
     """Arguments that select the dataset."""
 
-    # Option of older releases that scripts still read.
+    # Scripts still read this option of older releases, so it remains as a class attribute.
     gradient_checkpointing_use_reentrant: ClassVar[bool] = False
 
     dataset_name: str | None = option(None, "Hub id of a dataset, a folder, or a .jsonl, .json, .csv or .parquet file.")
@@ -235,13 +237,14 @@ def parser_for(name: str) -> Any:
     rewarded = command.plugin is not None and command.trainer.METHOD.traits.samples
     script_args = GRPOScriptArguments if rewarded else globals()[command.script_args]
     types = (script_args, command.config, ModelConfig, DatasetMixtureConfig)
-    # Both the configs of asynchronous trainers and `ModelConfig` declare dtype. The definition that is added last is used.
+    # The configs of asynchronous trainers and `ModelConfig` both declare dtype. With "resolve", the parser uses the
+    # definition that is added last.
     shared = {"conflict_handler": "resolve"} if name.startswith("async-") else {}
     return PosttrainArgumentParser(types, prog=f"posttrain {name}", **shared)
 
 
 def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """Parse the arguments of a training command. Also return the options of ``accelerate launch`` among them.
+    """Parse the arguments of a training command. Return the parsed arguments, and the options of ``accelerate launch``.
 
     Raises:
         ConfigError: An option is unknown.
@@ -253,10 +256,10 @@ def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
 
     @contextlib.contextmanager
     def launching(strings: list[str]) -> Iterator[None]:
-        # Options of the file come first, so that options of the command line override them.
+        # Options of the config file come first, so that options of the command line override them.
         rest, flags = _accelerate_shortcut(strings)
         launch.extend(flags + _launch_flags(rest, name))
-        # The launch itself logs accelerate's warnings about these options.
+        # Hide accelerate's warnings about launch options, because the launch itself logs them later.
         with with_attributes(logging.getLogger("accelerate.commands.launch"), {"disabled": True}):
             processes = launched(launch)[0] if launch and "LOCAL_RANK" not in os.environ else 0
         token = LAUNCHED.set(processes)
@@ -272,8 +275,8 @@ def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
 def run(name: str, argv: list[str]) -> int:
     """Run a training command with ``argv``.
 
-    By default, training runs in this process. With options of ``accelerate launch`` or ``--accelerate_config``, several
-    processes are started. With ``--launcher ray``, servers and trainer are started on a cluster.
+    By default, training runs in the current process. With options of ``accelerate launch`` or ``--accelerate_config``,
+    several processes are started. With ``--launcher ray``, rollout servers and the trainer are started on a Ray cluster.
     """
     if launch_ray.is_wanted(argv):
         return plugins.module("extensions.ray.launch").run(name, argv, TRAINING[name].asks_servers)
@@ -283,13 +286,14 @@ def run(name: str, argv: list[str]) -> int:
     for shown in LOGGERS_SHOWN:
         logging.getLogger(shown).setLevel(logging.INFO)
     for library in ("transformers", "huggingface_hub", "datasets", "accelerate"):
-        # Remove the log handlers of libraries, which would write each line a second time and overwrite progress bars.
+        # Remove the log handlers of libraries. These handlers would write each log line a second time and overwrite progress
+        # bars.
         logging.getLogger(library).handlers, logging.getLogger(library).propagate = [], True
     return INTERRUPTED if train(name, *parsed) else 0
 
 
 def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> bool:
-    """Load the data, create the trainer, train, save and upload the model. Return True if Ctrl-C ended training early."""
+    """Create the trainer of a command, train, and save and upload the model. Return whether Ctrl-C ended training early."""
     import transformers
 
     from posttrain.loop.checkpoint import last_complete_checkpoint
@@ -298,18 +302,18 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     resume = resume_from(config)
     trainer = make_trainer(name, script_args, config, model_args, mixture)
     use_rich_progress(trainer)
-    # Disable these progress bars, because every saved checkpoint would show one.
+    # Disable transformers' progress bars, because every saved checkpoint would show one.
     transformers.utils.logging.disable_progress_bar()
     try:
         trainer.train(resume_from_checkpoint=resume)
-    # If this exception was not converted, the program would end as if training had finished.
+    # Convert SystemExit to an error. Otherwise, the program would end as if training had finished.
     except SystemExit as stop:
         raise PosttrainError(
             f"sys.exit({stop.code!r}) at {raised_at(stop)} ended the run at step {trainer.state.global_step}. Fix: instead of "
             "calling sys.exit, raise an error that describes the problem, or return."
         ) from stop
     except Exception as error:
-        # The hint is added only to errors during training, because errors about the checkpoint itself already contain a fix.
+        # Add a hint to errors during training. Errors about the checkpoint itself already contain a fix.
         if (
             not isinstance(error, CheckpointError)
             and (last := last_complete_checkpoint(config.output_dir))
@@ -321,7 +325,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         raise
     interrupted = trainer.interrupt.requested
     if interrupted and trainer.state.global_step < trainer.state.max_steps:
-        # The partially trained model is not saved as the result, because it is already saved as a checkpoint.
+        # Do not save the partially trained model as the result, because it is already saved as a checkpoint.
         return True
     trainer.save_model(config.output_dir)
     if config.push_to_hub and not interrupted:
@@ -340,10 +344,10 @@ def make_trainer(
         config: Config of the trainer.
         model_args: Arguments about the model.
         mixture: Datasets of a mixture.
-        kind: Trainer class. None: the class of the command.
+        kind: Trainer class. None: the trainer class of the command.
 
     Raises:
-        ConfigError: ``eval_strategy`` needs a split that the data lacks.
+        ConfigError: ``eval_strategy`` requires a test split, but the data has none.
     """
     import torch
     import transformers
@@ -381,7 +385,7 @@ def model_source(model_args: Any, config: Any) -> str:
     """Return the path or Hub id of the model to train.
 
     Raises:
-        ConfigError: No model is named.
+        ConfigError: No model is set.
     """
     source = model_args.model_name_or_path or config.sft_model_path
     if not source:
@@ -394,7 +398,7 @@ def _train_split(script_args: Any, mixture: Any) -> str:
 
 
 def _parts(script_args: Any, config: Any) -> dict[str, Any]:
-    """Return the arguments of the trainer other than model, config and data."""
+    """Return the method-specific arguments of the trainer, e.g. rewards, tools and judge."""
     if isinstance(script_args, PPOScriptArguments):
         return ppo_parts(script_args, config)
     if not isinstance(script_args, GRPOScriptArguments):
@@ -410,7 +414,7 @@ def _parts(script_args: Any, config: Any) -> dict[str, Any]:
 
 
 def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
-    """Load the splits of the data as a mapping from names to datasets."""
+    """Load the data that the options select, as a mapping from split names to datasets."""
     from posttrain.data.mixture import get_dataset, load_rows, split_off
 
     if mixture.datasets:
@@ -471,7 +475,7 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
 
     parser = launch_command_parser()
     known = {option for action in parser._actions for option in action.option_strings}
-    # Commands such as ``check`` may receive the launcher options of the training command that they examine.
+    # Remove options of the Ray launcher. Commands such as ``check`` receive these options as part of the training command.
     if "--launcher" in rest:
         rest = launch_ray.other_options(rest)
     fields = parser_for(name).fields
@@ -483,7 +487,7 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
                 f"unknown argument {flag!r}{did_you_mean(bare, fields)}. It is neither an option of posttrain {name} nor an "
                 "option of accelerate launch."
             )
-    # accelerate's parser treats a word that belongs to no option as the script to start.
+    # accelerate's parser interprets a word that belongs to no option as the script to start.
     vars(parser)["error"] = _refuse_launch_flag
     parsed, _ = parser.parse_known_args([*rest, ""])
     if parsed.training_script_args:
@@ -502,29 +506,29 @@ def _refuse_launch_flag(message: str) -> NoReturn:
 
 
 def _launch(name: str, argv: list[str], launch: list[str]) -> int:
-    """Run this command in several processes with ``accelerate launch``. Return the exit code of the process that failed first,
-    or 0.
+    """Run a training command in several processes with ``accelerate launch``. Return the exit code of the process that failed
+    first, or 0.
 
-    The processes receive all options. The processes ignore the options of the launcher.
+    The processes receive all options, and ignore the options of the launcher.
     """
     import torch
 
     again = {}
     if any(token.startswith(("--max_restarts", "--max-restarts")) for token in launch):
-        # Restarted processes must not share the old store, because it may still contain addresses of killed processes, to which
-        # they would try to connect.
+        # Restarted processes must not share the old store. The old store may still contain addresses of killed processes, to
+        # which the new processes would try to connect.
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
     launch = with_multi_gpu(launch)
     if not torch.accelerator.is_available():
-        # Without this option, each process would start its own run with a single process.
+        # Without use_cpu, each process would start a separate run with a single process.
         argv = [*argv, "--use_cpu", "true"]
     command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, env=os.environ | again | {ranks.EXIT_CODES: folder})
         received: list[int] = []
 
-        # A job scheduler sends the signal only to this process, so it is forwarded to the launched processes.
+        # A job scheduler sends SIGTERM only to the current process, so forward it to the launched processes.
         def terminated(number: int, _: Any) -> None:
             received.append(number)
             raise KeyboardInterrupt
@@ -545,8 +549,8 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
 
 
 def with_multi_gpu(launch: list[str]) -> list[str]:
-    """Add ``--multi_gpu`` if several processes are requested. On a machine without GPUs, accelerate otherwise ignores
-    ``--num_processes`` and starts one process.
+    """Add ``--multi_gpu`` if several processes are requested. Without this flag, accelerate ignores ``--num_processes`` on a
+    machine without GPUs and starts one process.
     """
     from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser
@@ -564,13 +568,12 @@ def with_multi_gpu(launch: list[str]) -> list[str]:
 
 
 def launched(launch: list[str], *, config: PostTrainingConfig | None = None) -> tuple[int, int]:
-    """Return the number of processes that ``accelerate launch`` would start, and the ZeRO stage that corresponds to its
-    sharding (0: no sharding).
+    """Return the number of processes that ``accelerate launch`` would start, and the equivalent ZeRO stage of its sharding
+    (0: no sharding).
 
     Args:
         launch: Flags of ``accelerate launch``.
-        config: Config of the run. If flags are passed, an error is raised if this machine cannot shard the model as
-            requested.
+        config: Config of the run. If it is passed, an error is raised if this machine cannot shard the model as requested.
     """
     import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -594,8 +597,8 @@ def launched(launch: list[str], *, config: PostTrainingConfig | None = None) -> 
 
 
 def _end(process: subprocess.Popen, *, tell: bool) -> None:
-    """Wait until processes have finished their step and saved a checkpoint. With ``tell``, interrupt them first.
-    Without ``tell``, the terminal has already interrupted the processes.
+    """Wait until the launched processes have finished their step and saved a checkpoint. With ``tell``, interrupt them first.
+    Without ``tell``, the terminal has already interrupted them.
     """
     if tell:
         process.send_signal(signal.SIGINT)

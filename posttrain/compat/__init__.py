@@ -1,3 +1,1 @@
-"""Compatibility with TRL: overridden methods that raise an error, losses on padded batches, TRL's module paths, and
-TRL's names.
-"""
+"""Compatibility with TRL: checks of overridden methods, losses on padded batches, TRL's module paths, and TRL's names."""

@@ -1,5 +1,5 @@
-"""Options and arguments of older TRL and transformers releases. They are converted with a warning, or raise an error
-that names the replacement.
+"""Conversion of options and arguments of older TRL and transformers releases. A name without an equivalent raises an error
+with the replacement.
 
 The table in `posttrain.compat.trl_names` has rows of kind ``option`` (options of configs) and of kind ``argument``
 (arguments of trainers). ``Config.NAME`` and ``Trainer.NAME`` apply to all configs and all trainers.
@@ -31,7 +31,7 @@ def _table() -> dict[str, list[TRLName]]:
 
 
 def _config_of(cls: type) -> Any:
-    """Return the config class of a trainer class. Return None for a config class."""
+    """Return the config class of a trainer class. Return None if ``cls`` is itself a config class."""
     return getattr(cls, "config_class", None)
 
 
@@ -45,7 +45,7 @@ def _owners(cls: type) -> list[str]:
 
 
 def row_of(cls: type, name: str, value: object = ANY) -> TRLName | None:
-    """Return the table's row for an option or argument of older releases. Return None for other names."""
+    """Return the table row of an option or argument of older releases. Return None for names that are not in the table."""
     found = (row for owner in _owners(cls) for row in _table().get(f"{owner}.{name}", ()))
     row = next((row for row in found if row.holds(value)), None)
     if row is not None and row.action == "refuse" and row.name == row.plain and (value is None or value is False):
@@ -59,19 +59,19 @@ def options() -> frozenset[str]:
 
 
 def owner(kinds: Sequence[type], name: str) -> type | None:
-    """Return the dataclass that has an option of older releases. If there are several, prefer one with its own row in
-    the table.
+    """Return the dataclass to which an option of older releases belongs. If there are several, prefer a dataclass with its
+    own row in the table.
     """
     found = {row.plain.startswith("Config."): kind for kind in reversed(kinds) if (row := row_of(kind, name))}
     return found.get(False) or found.get(True)
 
 
 def convert_option(cls: type, name: str, options: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Replace an option of older releases in a mapping by its current name. Attributes that must be set on the config
-    are added to ``kept``.
+    """Replace an option of older releases in the mapping ``options`` with its current name. Attributes that must be set on
+    the config are added to ``kept``.
 
     Raises:
-        ConfigError: The option has no equivalent. The message names what to use instead.
+        ConfigError: The option has no equivalent. The message contains the replacement.
     """
     value = options.pop(name)
     check_arguments(cls, {name: value})
@@ -82,7 +82,9 @@ def convert_option(cls: type, name: str, options: dict[str, Any], kept: dict[str
 
 
 def fix_of(cls: type, name: str) -> str:
-    """Return the replacement of a name of older releases, as text. Return "" for other names."""
+    """Return the replacement of an option or argument of older releases as text. Return "" for names that are not in the
+    table.
+    """
     row = row_of(cls, name)
     return "" if row is None else _fix(row)
 
@@ -95,8 +97,8 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
     """Raise one error for all keyword arguments that a constructor neither accepts nor converts.
 
     Raises:
-        ArgumentTypeError: There are such arguments. The message contains their replacements. If they are options of
-            older releases of a config, the error is a `ConfigError`.
+        ArgumentTypeError: A keyword is rejected. The message contains all rejected keywords with their replacements. If a
+            config rejects options of older releases, the error is a `ConfigError`.
     """
     config = _config_of(cls)
     unknown, fixes = [], {}
@@ -112,7 +114,7 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
 
 
 def is_accepted(cls: type, name: str, value: object = ANY) -> bool:
-    """Return whether a constructor accepts a name of older releases. For a trainer, this includes options of its config."""
+    """Return whether a constructor accepts a keyword of older releases. Trainers also accept options of their config."""
     row, config = row_of(cls, name, value), _config_of(cls)
     if row is None and config is not None:
         return name in {item.name for item in fields(config)} or is_accepted(config, name, value)
@@ -120,7 +122,7 @@ def is_accepted(cls: type, name: str, value: object = ANY) -> bool:
 
 
 def is_unknown(cls: type, name: str) -> bool:
-    """Return whether a name is neither a parameter of a constructor nor in the table."""
+    """Return whether a keyword is neither a parameter of a class's constructor nor a name in the table."""
     config = _config_of(cls)
     return bool(unknown_arguments(cls, [name])) and not (
         is_accepted(cls, name) or any(row_of(kind, name) for kind in (cls, config) if kind)
@@ -131,7 +133,7 @@ def attribute(config: object, name: str) -> Any:
     """Return the value of a config's option under its name in older releases.
 
     Raises:
-        AttributeError: There is no such option. The message contains the replacement, if there is one.
+        AttributeError: The config has no such option. If a replacement exists, the message contains it.
     """
     row = row_of(type(config), name)
     if row is not None and row.action in ("rename", "convert"):
@@ -151,9 +153,9 @@ def convert(
     """Convert the keyword arguments of a constructor that have names of older releases.
 
     Args:
-        obj: Config or trainer that is constructed.
-        args: Positional arguments of its constructor.
-        kwargs: Keywords.
+        obj: Config or trainer whose constructor is called.
+        args: Positional arguments of the constructor.
+        kwargs: Keyword arguments of the constructor.
         known: Names of the constructor's parameters after ``self``.
 
     Returns:
@@ -176,7 +178,7 @@ def _convert(cls: type, old: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple
     kept: dict[str, Any] = {}
     for name, value in old.items():
         row = row_of(cls, name, value)
-        # The trainer has no argument with this name, so it is an option of the trainer's config.
+        # If the trainer has no argument with this name, the name is an option of the trainer's config.
         if row is None:
             config: Any = cls.config_class  # type: ignore[attr-defined]
             of_config = row_of(config, name, value) or TRLName(name, "option", "", "rename", name)
@@ -220,7 +222,7 @@ def _add_loss(cls: type, loss: str, weight: object, kwargs: dict[str, Any]) -> N
 
 
 def default_losses(cls: type) -> list[str]:
-    """Return the default value of ``loss_type`` in a config."""
+    """Return the default value of ``loss_type`` in a config class."""
     return next(item.default_factory() for item in fields(cls) if item.name == "loss_type")
 
 
@@ -236,12 +238,13 @@ def _put(cls: type, name: str, value: object, target: str, kwargs: dict[str, Any
 
 
 def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
-    """Return a copy of a config with further options. The config's constructor runs again, so that derived fields are
-    computed again.
+    """Return a copy of a config with additional options. The constructor runs a second time, so that derived fields are
+    recomputed.
     """
     if config is None or isinstance(config, str):
         return kind(*([] if config is None else [config]), **options)
-    # The config is a transformers.TrainingArguments. Its defaults may be replaced by those of the trainer's config.
+    # If the config is a transformers.TrainingArguments, its defaults may be replaced with the defaults of the trainer's
+    # config.
     plain = not isinstance(config, kind)
     config = as_config(kind, config)
     kind, names = type(config), {item.name for item in fields(config) if item.init}

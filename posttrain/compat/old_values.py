@@ -1,4 +1,6 @@
-"""`converted`: converts or ignores option values of older releases with a warning, or raises an error."""
+"""Conversion of option values of older releases (`converted`). A value is converted or ignored with a warning, or raises an
+error.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from posttrain.errors import ConfigError
 
 
 def converted(cls: type, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Replace values of older releases in the options of a config, also inside lists. Return None if there are none.
+    """Replace option values of older releases in the keyword arguments of a config, including values inside lists. Return
+    None if no value is replaced.
 
     Raises:
         ConfigError: A value has no equivalent. The message contains the replacement.

@@ -1,10 +1,10 @@
-"""Methods of TRL's and transformers' trainers that a user's subclass overrides. Either the training loop calls them, or
-an error names the hook that replaces them.
+"""Checks of methods of TRL's and transformers' trainers that a user's subclass overrides. An override that would never be
+called raises an error with the hook that replaces it.
 
-Only classes of users are checked. An override raises an error if no trainer of this library calls the method. These
-methods are those of TRL's trainers in any release (in the table `trl_names`), and hooks that some trainers do not call
-(`UNCALLED`). If a method of transformers has other arguments here, an adapter calls the override. All other overrides
-are called directly.
+Only classes of users are checked. Overrides of two groups of methods raise an error. The first group are methods of TRL's
+trainers that this library never calls (in the table `trl_names`). The second group are hooks that some trainers do not call
+(`UNCALLED`). If a method of transformers has different arguments in this library, an adapter calls the override. All other
+overrides are called directly.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PARTS = f"{SAMPLE}, score(rollouts, mode) or advantages(rollouts, rewards, logps
 
 
 def _rows(methods: dict[str, str]) -> dict[str, str]:
-    """Return a mapping from each method to its hook. ``methods`` maps each hook to the names of the methods that it
-    replaces, separated by spaces.
+    """Map each method to its hook. ``methods`` maps each hook to the names of the methods that it replaces, separated by
+    spaces.
     """
     return {name: hook for hook, names in methods.items() for name in names.split()}
 
 
-# Maps each trainer class to hooks of its base classes that it does not call. Each hook is mapped to its replacement.
+# Map from each trainer class to methods that it never calls. Each method is mapped to the hook that replaces it.
 OF_PROMPTS = {"prepare": "prepare_datasets(train, evaluation)", "rows": PARTS}
 TAKEN = "taken(batch), which gets what the workers wrote, or objective(outputs, batch)"
 WORKERS = "reward_funcs, tools and rollout_func, which the workers call, or objective(outputs, batch)"
@@ -61,21 +61,19 @@ UNCALLED: dict[str, dict[str, str]] = {
     | _rows({WORKERS: "generate_and_score generate roll_out sample tokenize score measured_logps advantages"}),
     "AsyncDistillationTrainer": _rows({TAKEN: "rows generate_and_score generate roll_out sample tokenize"}),
 }
-# Objects of these types are not methods, because they are not called.
+# Types of class attributes that `callable` does not detect, but that a user can override like methods.
 DESCRIPTORS = (property, functools.cached_property, classmethod)
 
 
 def hook_for(cls: type, name: str) -> str | None:
-    """Return the hook that replaces a TRL method which this trainer never calls. Return None if the trainer calls the
-    method.
-    """
+    """Return the hook that replaces a TRL method that a trainer class never calls. Return None for other methods."""
     hooks, ours = trl_names.refused("method"), (base for base in cls.__mro__ if is_ours(base))
     return next((hooks[key] for base in ours if (key := f"{base.__name__}.{name}") in hooks), None)
 
 
 def missing(cls: type, name: str) -> AttributeError:
-    """Return the error for an attribute that a trainer does not have. The message contains the hook or the current name
-    that replaces it.
+    """Create the error for an attribute that a trainer does not have. If a hook or a current name replaces the attribute, the
+    message contains it.
     """
     hook, present = hook_for(cls, name), trl_names.renamed_arguments().get(f"Trainer.{name}")
     fix = "" if hook is None else f": TRL's method has no twin here. Fix: use {hook} (docs/hooks.md)."
@@ -85,8 +83,8 @@ def missing(cls: type, name: str) -> AttributeError:
 
 
 def table() -> str:
-    """Return a Markdown table of the methods that raise an error. The page on hooks contains it, with one line per
-    trainer and hook.
+    """Return a Markdown table of the methods that raise an error, with one line per trainer and hook. docs/hooks.md contains
+    this table.
     """
     methods: dict[tuple[str, str], list[str]] = {}
     for name, hook in trl_names.refused("method").items():
@@ -102,7 +100,7 @@ def table() -> str:
 
 
 def _defined(kind: type) -> Iterator[str]:
-    """Yield the names of the methods and properties that a user's classes define."""
+    """Yield the names of the methods and properties that the user's classes among a trainer's base classes define."""
     for cls in kind.__mro__:
         if not is_ours(cls):
             for name, value in vars(cls).items():
@@ -111,17 +109,16 @@ def _defined(kind: type) -> Iterator[str]:
 
 
 def refuse(trainer: Any) -> None:
-    """Raise an error for overridden methods that are never called. If a user's method needs padded dicts, log that
+    """Raise an error for overridden methods that are never called. If an overridden method needs padded dicts, log that
     training is slower.
 
     Args:
         trainer: Trainer of a user's class, before its model is loaded.
 
     Raises:
-        ConfigError: The class overrides a TRL method that is never called here, or a method in `UNCALLED`. The error is
-            also raised if it overrides `_get_num_items_in_batch` although the loss is not divided by that number, or if
-            its `get_batch_samples` has TRL's arguments. The message contains the method, its class and the hook to use
-            instead.
+        ConfigError: The class overrides a TRL method that is never called, or a method in `UNCALLED`. The error is also
+            raised if it overrides `_get_num_items_in_batch` although the loss is not divided by that number, or if its
+            `get_batch_samples` has TRL's arguments. The message contains the method, its class and the hook to use instead.
     """
     kind = type(trainer)
     rows = {name: hook for name in _defined(kind) if (hook := hook_for(kind, name))}
@@ -150,5 +147,5 @@ def refuse(trainer: Any) -> None:
         from posttrain.compat import padded_loss
 
         padded_loss.log_cost(kind)
-        # In TRL, a micro-batch is one dict of inputs, so do not split it.
+        # Do not split micro-batches, because in TRL a micro-batch is one dict of inputs.
         trainer.method.traits = replace(trainer.method.traits, single_pass=True)

@@ -1,8 +1,8 @@
-"""Support for subclasses whose losses or steps read TRL's ``inputs``, which is a dict of padded tensors with one
-sequence per row.
+"""Support for trainer subclasses whose losses or steps read TRL's ``inputs``, a dict of padded tensors with one sequence per
+row.
 
-The user's class is placed between two classes (see `posttrain.compat.overrides`). `BeforeUser` converts every `Batch`
-to `PaddedInputs` and calls the user's methods. `BehindUser` makes ``super()`` in these methods behave as in TRL.
+In the method resolution order, the user's class is placed between two classes (see `between`). `BeforeUser` converts every
+`Batch` to `PaddedInputs` and calls the user's methods. `BehindUser` makes ``super()`` in these methods behave as in TRL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 IGNORED = -100
 ITEMS = "num_items_in_batch"
-# Hooks that receive all micro-batches of an optimizer step.
+# Names of methods that receive all micro-batches of an optimizer step.
 OF_A_STEP = ("get_batch_samples", "_get_num_items_in_batch")
 if TYPE_CHECKING:
     from posttrain.loop.trainer import PostTrainer as Trainer
@@ -41,12 +41,13 @@ else:
 class PaddedInputs(dict):
     """A batch as TRL's dict of padded tensors. The dict also contains the original `Batch`.
 
-    Attributes of the original batch can be read too (``inputs.loss_mask``), so that code for either form works.
+    Attributes of the original batch can be read from the dict too (``inputs.loss_mask``), so that code for either form
+    works.
 
     Attributes:
-        batch: The batch, with one sequence per row.
-        order: (R,) For each row of the dict, the row of ``batch`` from which it was made.
-        made: Copies of the original tensors, with which changes by a subclass are detected.
+        batch: Original batch, with one sequence per row.
+        order: (R,) row of ``batch`` from which each row of the dict was created.
+        made: Copies of the original tensors, which are compared with the dict to detect changes by a subclass.
     """
 
     def __init__(self, batch: Batch, order: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -55,7 +56,7 @@ class PaddedInputs(dict):
         self.made = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def __getattr__(self, name: str) -> Any:
-        # Python also looks up attributes while an object is being copied.
+        # Python looks up attributes while an object is being copied, before ``batch`` is set.
         if name.startswith("__") or "batch" not in vars(self):
             raise AttributeError(name)
         return getattr(self.batch, name)
@@ -69,12 +70,12 @@ class PaddedInputs(dict):
 
 
 class PaddedOutputs:
-    """Result of ``super().compute_loss(..., return_outputs=True)``: the model outputs of this library, with the
-    additional fields ``logits`` and ``loss`` as in TRL.
+    """Outputs that ``super().compute_loss(..., return_outputs=True)`` returns. This object wraps the model outputs of this
+    library and adds the fields ``logits`` and ``loss`` of TRL.
 
     Attributes:
         loss: The loss that ``compute_loss`` returned.
-        outputs: Model outputs of this library. The fields of these outputs can also be read from this object.
+        outputs: Model outputs of this library. Their fields can be read from the `PaddedOutputs` object too.
     """
 
     def __init__(self, loss: Tensor, outputs: ModelOutputs, full: Callable[[], Tensor]) -> None:
@@ -82,21 +83,25 @@ class PaddedOutputs:
 
     @functools.cached_property
     def logits(self) -> Tensor:
-        """(R, T, V) logits of the padded rows. The first access computes them with another forward pass."""
+        """(R, T, V) logits of the padded rows. The first access to the property computes the logits with an additional
+        forward pass.
+        """
         return self._full()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.outputs, name)
 
     def __getitem__(self, name: str | int) -> Any:
-        """Return an output as in transformers. ``outputs["logits"]`` are the logits, and ``outputs[0]`` is the loss."""
+        """Return an output by name or index, as in transformers. ``outputs["logits"]`` are the logits, and ``outputs[0]`` is
+        the loss.
+        """
         if name in ("loss", 0):
             return self.loss
         return self.logits if name in ("logits", 1) else self.__getattr__(str(name))
 
 
 def log_cost(kind: type) -> None:
-    """Log that a trainer's own loss or step is slower than the library's.
+    """Log that a user's loss or step is slower than the loss or step of the library.
 
     Args:
         kind: Class of the trainer, between `BeforeUser` and `BehindUser`.
@@ -117,13 +122,14 @@ def to_padded(batch: Batch, answers: int, kind: Literal["labels", "answers", "ro
         batch: Batch with one sequence per row.
         answers: Number of sequences per dataset row. The dict contains the first sequences of all rows, then the second
             sequences, and so on.
-        kind: ``"labels"`` for SFT, ``"answers"`` with ``completion_mask``, ``"rollouts"`` with separate prompts and
-            completions.
+        kind: Form of the dict. ``"labels"``: with labels, for SFT. ``"answers"``: with ``completion_mask``. ``"rollouts"``:
+            with separate prompts and completions.
 
     Returns:
-        ``input_ids``, ``attention_mask`` and ``labels`` or ``completion_mask`` (R, T) int64; for rollouts ``prompt_ids``
-        and ``prompt_mask`` (R, P), padded on the left, and ``completion_ids``, ``completion_mask``, ``tool_mask``,
-        log-probs (R, C) and ``advantages`` (R,) or (R, C). Per-sequence columns (R,) under their names.
+        A dict with ``input_ids``, ``attention_mask`` and ``labels`` or ``completion_mask``, all (R, T) int64. For rollouts,
+        the dict instead contains ``prompt_ids`` and ``prompt_mask`` (R, P), which are padded on the left. It also contains
+        ``completion_ids``, ``completion_mask``, ``tool_mask`` and log-probs (R, C), and ``advantages`` (R,) or (R, C).
+        Per-sequence columns (R,) are added under their names.
     """
     sequence = batch.sequence.max(1).values  # (R,)
     origin = torch.tensor(batch.origin, device=sequence.device)[sequence]  # (R,)
@@ -169,7 +175,9 @@ def _rollouts(batch: Batch, order: Tensor) -> dict[str, Tensor]:
 
 
 def _cut(rows: Tensor, kept: Tensor, *, left: bool = False) -> Tensor:
-    """Move the kept tokens of each row together, and pad with zeros. (R, T) becomes (R, maximum number of kept tokens)."""
+    """Remove the tokens of each row at which ``kept`` is False, and pad with zeros. (R, T) becomes (R, maximum number of kept
+    tokens).
+    """
     lengths = kept.sum(1)  # (R,)
     width = int(lengths.max())
     column = torch.arange(width, device=rows.device)
@@ -178,7 +186,8 @@ def _cut(rows: Tensor, kept: Tensor, *, left: bool = False) -> Tensor:
 
 
 def to_batch(inputs: object) -> Batch:
-    """Return the batch that belongs to TRL's dict, including labels, masks and columns that a subclass has changed.
+    """Return the batch from which TRL's dict was created. Changes of labels and columns by a subclass are transferred to the
+    batch.
 
     Raises:
         ConfigError: The dict was not created by this module, or its tokens were changed.
@@ -196,7 +205,7 @@ def to_batch(inputs: object) -> Batch:
     for name, before in inputs.made.items():
         value = inputs.get(name)
         if name == ITEMS or (value is None and name in batch.columns):
-            continue  # The subclass removed this key, so that model(**inputs) does not receive it.
+            continue  # The subclass removed the key for model(**inputs).
         changed = f"inputs[{name!r}] was changed from shape {tuple(before.shape)}"
         if not isinstance(value, Tensor) or value.shape != before.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else value
@@ -207,7 +216,9 @@ def to_batch(inputs: object) -> Batch:
 
 
 def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str) -> Batch:
-    """Return the batch with the changed labels or column, in the batch's order of rows. Raise an error for other changes."""
+    """Return a copy of the batch with changed labels or a changed column, in the batch's order of rows. Raise an error for
+    other changes.
+    """
     if name == "labels":
         if not ((value == before) | (value == IGNORED)).all():
             raise _not_followed(f"{changed} to other tokens", f"labels may be set to {IGNORED} alone")
@@ -222,7 +233,7 @@ def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str
 
 
 def _not_followed(what: str, why: str) -> ConfigError:
-    """Return the error for a change of the dict that cannot be transferred to the batch."""
+    """Create the error for a change of the dict that cannot be transferred to the batch."""
     return ConfigError(
         f"{what} before super(), which cannot use it: {why}. Labels may only be set to be ignored. Numeric columns may change. "
         "Fix: override rows(examples), or call model(**inputs) and compute the loss from the model's logits (docs/hooks.md)."
@@ -230,7 +241,7 @@ def _not_followed(what: str, why: str) -> ConfigError:
 
 
 def _reads(owner: type, method: str, *names: str) -> bool:
-    """Return whether the source code of a method contains one of these names. If the source is not available, return True."""
+    """Return whether the source code of a method contains one of ``names``. If the source is not available, return True."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.getattr_static(owner, method))))
     except (OSError, TypeError, SyntaxError):
@@ -240,15 +251,17 @@ def _reads(owner: type, method: str, *names: str) -> bool:
 
 
 def label_tokens(counts: Denominators, divides: bool) -> Tensor | None:
-    """Return the number of tokens with labels in the optimizer step, over all ranks. As in TRL, return None if the loss
-    is not divided by it.
+    """Return the number of tokens with labels in the optimizer step, over all ranks. As in TRL, return None if the loss is
+    not divided by this number.
     """
     tokens = counts.tokens
     return torch.tensor(round(tokens) if tokens == round(tokens) else tokens) if divides else None
 
 
 def _as_said(inputs: Any, counts: Denominators) -> Denominators:
-    """Return the counts of a step. For online methods, a subclass can set the number of tokens in the dict."""
+    """Return the counts by which the loss of a step is divided. In online methods, a subclass can change the number of tokens
+    through the dict.
+    """
     counted = inputs.made.get(ITEMS) if isinstance(inputs, PaddedInputs) else None
     divisor = inputs.get(ITEMS) if counted is not None else None
     if counted is None or divisor is None or not counted or float(divisor) == float(counted):
@@ -257,13 +270,15 @@ def _as_said(inputs: Any, counts: Denominators) -> Denominators:
 
 
 def _shared(whole: Denominators, parts: float) -> Denominators:
-    """Divide the counts of an optimizer step by its number of parts. Each part then has equal counts."""
+    """Divide the counts of an optimizer step by the number ``parts``, so that all parts of the step have equal counts."""
     named = {name: count / parts for name, count in whole.named.items()}
     return Denominators(whole.tokens / parts, whole.sequences / parts, whole.passes / parts, whole.world_size, named)
 
 
 def _call(method: Callable[..., Any], model: nn.Module, inputs: object, items: object, **options: bool) -> Any:
-    """Call a subclass's method with the options that it accepts. transformers added ``num_items_in_batch`` in 4.46."""
+    """Call a subclass's method with only the options that it accepts. For example, transformers before 4.46 had no
+    ``num_items_in_batch``.
+    """
     given, parameters = options | {ITEMS: items}, inspect.signature(method).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         given = {name: value for name, value in given.items() if name in parameters}
@@ -271,21 +286,21 @@ def _call(method: Callable[..., Any], model: nn.Module, inputs: object, items: o
 
 
 class BeforeUser(Trainer):
-    """Base class that is before the user's class in the MRO. The class converts batches to `PaddedInputs`."""
+    """Class before the user's class in the method resolution order. This class converts batches to `PaddedInputs`."""
 
     @property
     def own_loss(self) -> bool:
-        """Whether the user defines the loss. The value is True, so that evaluation uses the user's loss too."""
+        """Whether the user defines the loss. The value is always True, so that evaluation uses the user's loss too."""
         return True
 
     def _choose_layout(self, model: nn.Module) -> Any:
         return replace(super()._choose_layout(model), kind="padded")
 
-    # Inputs that the subclass's `training_step` passed to `super()`.
+    # Inputs that the subclass's `training_step` passed to `super()`. None outside of such a call.
     _given: PaddedInputs | None = None
 
     def _dict(self, batch: Batch) -> PaddedInputs:
-        """Return a batch as TRL's dict of padded tensors."""
+        """Convert a batch to TRL's dict of padded tensors."""
         answers = "answers" if batch.advantages is None else "rollouts"
         inputs = to_padded(batch, self.answers_per_row, "labels" if self.method.traits.takes_loss_func else answers)
         if isinstance(self, OnlineTrainer):
@@ -294,10 +309,11 @@ class BeforeUser(Trainer):
         return inputs
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Call the subclass's method. The subclass's method must call ``super()``, which counts the rows.
+        """Call the subclass's `get_batch_samples`, which must call ``super()``, because ``super()`` counts the items of the
+        step.
 
         Raises:
-            ConfigError: The subclass's method does not call ``super()``.
+            ConfigError: The subclass's `get_batch_samples` does not call ``super()``.
         """
         before = self.denominators
         samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -309,14 +325,14 @@ class BeforeUser(Trainer):
         return samples, count
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the parent's result. ``inputs`` may also be a dict."""
+        """Return the number of floating-point operations of ``inputs``, which may be a dict too."""
         return super().floating_point_ops([inputs.batch] if isinstance(inputs, PaddedInputs) else inputs)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the subclass's loss of a batch, scaled so that the losses of several passes can be added. If the input
-        is a dict, the loss is not scaled.
+        """Return the subclass's loss of a batch, scaled so that the losses of several passes can be added. If the input is a
+        dict, return the loss unscaled.
         """
         if not isinstance(inputs, Batch):
             return _call(super().compute_loss, model, inputs, num_items_in_batch, return_outputs=return_outputs)
@@ -327,27 +343,28 @@ class BeforeUser(Trainer):
             loss = self.prediction_step(model, shown, prediction_loss_only=True, ignore_keys=None)[0]
             return (loss, None) if return_outputs else loss
         whole, passes = self.denominators, self._passes_of_mean
-        # In training, the subclass was called at the beginning of the step. In evaluation, it is not called, as in TRL.
+        # In training, the subclass was called at the beginning of the step. In evaluation, the subclass's get_batch_samples
+        # is not called, as in TRL.
         items = label_tokens(self.denominators, self.method.traits.takes_loss_func)
         with with_attributes(self, {"denominators": _shared(whole, passes)}):
-            # Without a count, `super()` returns the mean over the micro-batch.
+            # If the count is None, `super()` returns the mean over the micro-batch.
             result = _call(super().compute_loss, model, shown, items, return_outputs=return_outputs)
         return (result[0] / passes, *result[1:]) if isinstance(result, tuple) else result / passes
 
     def as_batch(self, inputs: Any) -> Batch:
-        """Return the input as a batch like the parent's method. TRL's dict is accepted too.
+        """Return the input as a batch. TRL's dict is accepted too.
 
-        This is needed because a subclass may call methods of the library's classes directly, with a dict.
+        A dict must be accepted, because a subclass may call methods of the library's classes directly.
         """
         return to_batch(inputs)
 
     @property
     def _passes_of_mean(self) -> float:
-        """Divisor of the loss. The divisor is 1 if the loss is already scaled for the whole step, else the number of
-        micro-batches.
+        """Divisor of the subclass's loss. The divisor is 1 if the loss is already scaled for the whole step, and otherwise
+        the number of micro-batches.
         """
         passes = max(self.denominators.passes / self.denominators.world_size, 1.0)
-        if user_override(type(self), "loss_is_scaled_for_ga"):  # This flag belongs to transformers.
+        if user_override(type(self), "loss_is_scaled_for_ga"):  # A flag of transformers.
             return 1.0 if self.loss_is_scaled_for_ga else passes
         owner = user_override(type(self), "compute_loss")
         if owner is None or not (self.method.traits.takes_loss_func or isinstance(self, OnlineTrainer)):
@@ -356,7 +373,9 @@ class BeforeUser(Trainer):
         return 1.0 if _reads(owner, "compute_loss", *names) else passes
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Call the subclass's step with a micro-batch as one dict. If there is no override, call the library's step."""
+        """Call the subclass's `training_step` with a micro-batch as one dict. If it is not overridden, call the library's
+        method.
+        """
         own = user_override(type(self), "training_step")
         if isinstance(inputs, list):
             if not inputs or not own:
@@ -369,16 +388,16 @@ class BeforeUser(Trainer):
 
 
 class BehindUser(Trainer):
-    """Base class that is after the user's class in the MRO. The user's ``super()`` calls pass TRL's inputs to it and
-    get TRL's results.
+    """Class after the user's class in the method resolution order. ``super()`` calls in the user's class reach this class,
+    which accepts TRL's inputs and returns TRL's results.
     """
 
     _whole: Denominators
     _dict: Callable[[Batch], PaddedInputs]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Return the micro-batches of a step and the number of tokens with labels. If the subclass reads the
-        micro-batches, each is converted to one dict.
+        """Return the micro-batches of a step and the number of tokens with labels. If the subclass reads micro-batches, each
+        micro-batch is converted to one dict.
         """
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if any(user_override(type(self), name) for name in OF_A_STEP):
@@ -391,12 +410,12 @@ class BehindUser(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss like TRL's ``compute_loss``: the mean over a micro-batch, or the sum divided by the
-        subclass's count.
+        """Compute the loss like TRL's ``compute_loss``. The loss is the mean over a micro-batch, or the sum divided by the
+        count that the subclass passes.
         """
         batch, counts, padded = to_batch(inputs), _as_said(inputs, self.denominators), isinstance(inputs, PaddedInputs)
         if not self.model.training and padded and batch.loss_mask is not inputs.batch.loss_mask:
-            # Treat an evaluation batch as one step. Count only the labels that the subclass has kept.
+            # Treat an evaluation batch as one step. Only count the labels that the subclass has kept.
             if num_items_in_batch is not None and float(num_items_in_batch) == counts.tokens:
                 num_items_in_batch = None
             counts = replace(counts, tokens=float(batch.num_loss_tokens))
@@ -413,7 +432,7 @@ class BehindUser(Trainer):
         return loss, PaddedOutputs(loss, outputs, full)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run a step like TRL's ``training_step``, on one dict: forward and backward pass. Return the detached loss."""
+        """Run the forward and the backward pass on one dict, like TRL's ``training_step``. Return the detached loss."""
         if not isinstance(inputs, dict):
             return super().training_step(model, inputs)
         counts = self._whole.over(num_items_in_batch, allowed=self.method.traits.takes_loss_func)
@@ -423,8 +442,8 @@ class BehindUser(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Run a step like TRL's ``prediction_step``. Return the loss and, unless ``prediction_loss_only`` is set,
-        logits and labels of the padded rows.
+        """Compute the loss without gradients, like TRL's ``prediction_step``. Unless ``prediction_loss_only`` is set, also
+        return the logits and labels of the padded rows.
         """
         with torch.no_grad(), self.compute_loss_context_manager():
             result = self.compute_loss(model, inputs, return_outputs=not prediction_loss_only)
@@ -434,13 +453,13 @@ class BehindUser(Trainer):
         return loss.detach(), outputs.logits, inputs.get("labels", inputs.get("completion_mask"))
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # A Batch is already on the device.
+        return inputs  # A Batch is already on the training device.
 
 
 @functools.cache
 def between(kind: type) -> type:
-    """Return a class that combines `BeforeUser`, the user's class and `BehindUser`. `BehindUser` comes before the
-    library's classes, so that ``super()`` in the user's class calls it.
+    """Create a class that inherits from `BeforeUser`, the user's class and `BehindUser`, in this order. `BehindUser` comes
+    before the library's classes, so that ``super()`` in the user's class calls its methods.
     """
     ours = next(base for base in kind.__mro__ if base.__module__.split(".")[0] == "posttrain")
     behind = type(BehindUser.__name__, (BehindUser, ours), {"__module__": __name__})

@@ -1,8 +1,8 @@
-"""TRL's module paths. With them, ``from posttrain.trainer.utils import pad`` works like ``from trl.trainer.utils import
-pad``.
+"""Imports through TRL's module paths. For example, ``from posttrain.trainer.utils import pad`` works like
+``from trl.trainer.utils import pad``.
 
-These modules (`MODULES`) have no files. ``import posttrain`` adds a finder to the end of ``sys.meta_path``, which calls
-`spec_of`. The names in such a module are the public names of ``posttrain``.
+The modules in `MODULES` have no files. ``import posttrain`` adds a finder to the end of ``sys.meta_path``, which calls
+`spec_of`. Each of these modules contains the public names of ``posttrain``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from posttrain.compat import trl_names
 from posttrain.errors import did_you_mean
 
 # Modules of TRL that have public names in version 1.16 or on the release page of 1.18, and older modules from which scripts
-# still import. An entry ``X`` under ``trainer`` stands for the modules ``X_trainer`` and ``X_config``. Under ``experimental``,
-# it also stands for the module ``X``.
+# still import. A name ``X`` in _STABLE stands for the modules ``trainer.X_trainer`` and ``trainer.X_config``. A name in
+# _EXPERIMENTAL stands for ``experimental.X`` and its two modules.
 _PATHS = """
 chat_template_utils core data_utils distributed experimental extras generation import_utils kernels mergekit_utils
 scripts trainer
@@ -64,7 +64,7 @@ MODULES = frozenset(
     ]
 )
 
-# Module paths that earlier versions of the documentation used, with the current paths.
+# Map from module paths in earlier versions of the documentation to the current paths.
 MOVED = {
     "posttrain.compat.available": "posttrain.extensions.trl_helpers.available",
     "posttrain.rollouts.episodes.calls": "posttrain.extensions.agents.calls",
@@ -73,13 +73,12 @@ MOVED = {
     "posttrain.report.inspect": "posttrain.extensions.page.inspect",
 }
 
-# Names that stand for different objects in two of TRL's modules.
+# Map from names that TRL uses for different objects in two modules to the name in posttrain.
 BY_MODULE = {"posttrain.trainer.reward_trainer.DataCollatorForPreference": "DataCollatorForReward"}
 
 
 def public_name(module: str, name: str) -> Any:
-    """Return the object with this name. The object was imported through one of TRL's module paths or a path that has
-    moved.
+    """Return the object ``name`` that is imported from ``module``, one of TRL's module paths or a path that has moved.
 
     Raises:
         AttributeError: ``name`` is a dunder name that Python looks up in every module.
@@ -99,10 +98,10 @@ def public_name(module: str, name: str) -> Any:
 
 
 def older_name(module: str, name: str) -> Any:
-    """Return the object that replaces a TRL name of older releases. Return None for other names.
+    """Return the object that replaces a name of older TRL releases. Return None for names that are not in the table.
 
     Raises:
-        ImportError: There is no equivalent. The message contains the replacement of each such name in the import
+        ImportError: The name has no equivalent. The message contains the replacement of each such name in the import
             statement.
     """
     row = trl_names.imports().get(name)
@@ -111,7 +110,7 @@ def older_name(module: str, name: str) -> Any:
     text, level = f"{name} of older releases is now {row.replacement}.", 3 if module == "posttrain" else 4
     warnings.warn(text, FutureWarning, stacklevel=level)
     found = pkgutil.resolve_name(row.replacement)
-    # Store the object, because an import statement looks up the name twice.
+    # Store the object in the module, because an import statement looks up a name twice.
     setattr(sys.modules[module], name, found)
     return found
 
@@ -122,7 +121,7 @@ def missing_of_statement(module: str) -> list[str]:
 
     frame: Any = sys._getframe()
     while frame is not None and not (
-        # Python looks up the names of an import statement in this function.
+        # Python looks up the names of an import statement in the function _handle_fromlist.
         frame.f_code.co_name == "_handle_fromlist" and frame.f_locals["module"].__name__ == module
     ):
         frame = frame.f_back
@@ -137,11 +136,10 @@ def missing_of_statement(module: str) -> list[str]:
 
 
 def refuse(module: str, name: str) -> None:
-    """Raise one error for a name that does not exist here. The error also covers all other such names in the same
-    import statement.
+    """Raise an error for an imported name that does not exist. The error covers all missing names of the import statement.
 
     Raises:
-        ImportError: Always. The message contains the replacement of each name.
+        ImportError: Always. The message contains the replacement of each missing name.
     """
     names = dict.fromkeys([name, *missing_of_statement(module)])
     raise ImportError("\n".join(_text(module, each) for each in names), name=name)
@@ -160,15 +158,19 @@ def _text(module: str, name: str) -> str:
 
 
 def spec_of(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """Return the module spec for one of TRL's module paths or a path that has moved. Return None for other names."""
+    """Return the module spec if ``fullname`` is one of TRL's module paths or a path that has moved. Return None for other
+    names.
+    """
     return (
         importlib.machinery.ModuleSpec(fullname, Loader(), is_package=True) if fullname in {*MODULES, *MOVED} else None
     )
 
 
 class Loader(importlib.abc.Loader):
-    """Loader that creates a module of `MODULES` or `MOVED` as an empty package whose ``__getattr__`` is `public_name`."""
+    """Loader for the modules in `MODULES` and `MOVED`. Each module is an empty package whose ``__getattr__`` is
+    `public_name`.
+    """
 
     def exec_module(self, module: ModuleType) -> None:
-        """Set ``__getattr__`` of the module, which is otherwise empty."""
+        """Set ``__getattr__`` of a new, empty module."""
         module.__getattr__ = lambda name: public_name(module.__name__, name)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,8 +1,8 @@
-"""Table of TRL's names that are different in this library, with their releases and replacements. `rows` returns its
-rows.
+"""Table of TRL's names that are different in this library, with their releases and replacements. `rows` returns the rows of
+the table.
 
-The table is in the file `trl_names.tsv`. `tools/trl_names.py` lists names in TRL's wheels that the table lacks, and
-corrects the table's releases. The table is read when a name is looked up, and not on ``import posttrain``.
+The table is in the file `trl_names.tsv`. `tools/trl_names.py` lists names in TRL's wheels that the table lacks, and corrects
+the column of releases. The table is read when a name is looked up for the first time, and not on ``import posttrain``.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ from typing import NamedTuple
 
 TABLE = Path(__file__).with_suffix(".tsv")
 NAME = re.compile(r"^([\w.]+)(?:(>?=)(.+))?$")
-ANY = object()  # Marks a value that is unknown.
+ANY = object()  # Placeholder for an unknown value.
 
 
 class TRLName(NamedTuple):
-    """A name of TRL.
+    """Row of the table: a name of TRL and its replacement.
 
     Attributes:
         name: Name in TRL. For a method, the name includes the trainer, as in ``DPOTrainer.dpo_loss``. An option may
             have a condition on its value, as in ``Config.warmup_ratio>=1``.
-        kind: ``method`` of a trainer (or a property), ``import`` (a class or function of the package), ``option`` of a config,
-            ``argument`` of a trainer, or ``value`` of an option that still exists, ``SFTConfig.packing_strategy='ffd'`` or any
-            value of ``CPOConfig.max_completion_length``. ``default``: an option whose default was another value.
-        releases: First and last release with this name, ``0.7-1.16``. Options that TRL's configs inherit from
-            transformers have its versions, ``transformers 4``.
-        action: ``call``: ours has the same signature. ``refuse``: an error that contains ``replacement``; options that
-            are None or False are ignored. ``ignore``: accepted without effect. ``rename``: another name. Options and
-            arguments also have ``convert`` (another option with a value), ``keep`` (stays on the config) and ``loss``
-            (the weight of an additional loss in ``loss_type``). ``set``: the action of every ``default``.
-        replacement: What to use instead, or the reason for ignored options. Renamed options may be keys of a mapping,
-            ``model_init_kwargs.dtype``. For a ``default``: the older value.
+        kind: ``method``: method or property of a trainer. ``import``: class or function of the package. ``option``: option of
+            a config. ``argument``: argument of a trainer. ``value``: value of an option that still exists, e.g.
+            ``SFTConfig.packing_strategy='ffd'`` or any value of ``CPOConfig.max_completion_length``. ``default``: option whose
+            default was different.
+        releases: First and last release with this name, e.g. ``0.7-1.16``. Options that TRL's configs inherit from
+            transformers have transformers' versions, e.g. ``transformers 4``.
+        action: ``call``: this library's method has the same signature. ``refuse``: an error with ``replacement`` is raised,
+            but options that are None or False are ignored. ``ignore``: the name is accepted without effect. ``rename``: the
+            name is replaced with another name. ``convert``: an option or argument is replaced with a value of another option.
+            ``keep``: an option is stored on the config. ``loss``: an option is the weight of an additional loss in
+            ``loss_type``. ``set``: action of every ``default``.
+        replacement: Replacement of the name, or the reason why an option is ignored. The replacement of a renamed option may
+            be a key of a mapping, e.g. ``model_init_kwargs.dtype``. For a ``default``, it is the older value.
     """
 
     name: str
@@ -45,11 +47,11 @@ class TRLName(NamedTuple):
 
     @property
     def plain(self) -> str:
-        """Name without its condition."""
+        """Name without the condition on the value."""
         return NAME.split(self.name)[1]
 
     def holds(self, value: object) -> bool:
-        """Return whether the row applies to a value of the option, according to the row's condition."""
+        """Return whether a value of the option satisfies the row's condition."""
         _, _, sign, literal, _ = NAME.split(self.name)
         if sign is None:
             return True
@@ -60,7 +62,7 @@ class TRLName(NamedTuple):
 
 
 def advice(replacement: str) -> str:
-    """Return "use X" for a replacement, or "leave it out: ..." for a replacement that begins with "nothing: "."""
+    """Convert a replacement to advice: "leave it out: ..." if it begins with "nothing: ", otherwise "use X"."""
     return f"leave it out{replacement[7:]}" if replacement.startswith("nothing: ") else f"use {replacement}"
 
 
@@ -82,7 +84,7 @@ def imports() -> dict[str, TRLName]:
 
 @functools.cache
 def values() -> dict[str, list[TRLName]]:
-    """Return the rows of old values by the name of their option."""
+    """Return the rows of kind ``value`` by the name of their option."""
     found: dict[str, list[TRLName]] = {}
     for row in rows():
         if row.kind == "value":
@@ -91,7 +93,7 @@ def values() -> dict[str, list[TRLName]]:
 
 
 def value_row(cls: type, name: str, value: object) -> TRLName | None:
-    """Return the table's row for a value of older releases of a config's option. Return None for other values."""
+    """Return the table row of an option value of older releases. Return None for values that are not in the table."""
     owners = {base.__name__ for base in cls.__mro__} | {"Config"}
     found = (row for row in values().get(name, ()) if row.plain.partition(".")[0] in owners)
     return next((row for row in found if row.holds(value)), None)
@@ -99,7 +101,7 @@ def value_row(cls: type, name: str, value: object) -> TRLName | None:
 
 @functools.cache
 def refused(kind: str) -> dict[str, str]:
-    """Return the names of one kind that raise an error. Each is mapped to its replacement."""
+    """Return the names of one kind that raise an error, mapped to their replacements."""
     return {row.name: row.replacement for row in rows() if row.kind == kind and row.action == "refuse"}
 
 

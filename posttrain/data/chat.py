@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def template_text(processing_class: Tokenizer) -> str | None:
-    """Return the chat template as text. If the tokenizer has several named templates, return ``default``."""
+    """Return the chat template as text. If the tokenizer has several named templates, return the template named ``default``."""
     return _default(getattr(processing_class, "chat_template", None))
 
 
@@ -36,12 +36,14 @@ def _default(template: str | dict[str, str] | None) -> str | None:
 
 
 def inner_tokenizer(processing_class: Tokenizer) -> Any:
-    """Return the tokenizer of a processor. A tokenizer is returned unchanged."""
+    """Return the tokenizer of a processor. If the argument is a tokenizer, return it unchanged."""
     return getattr(processing_class, "tokenizer", None) or processing_class
 
 
 def ids_without_token(processing_class: Tokenizer, size: int) -> frozenset[int]:
-    """Return the ids below ``size`` for which the tokenizer has no token. Models with a padded embedding have such ids."""
+    """Return the ids below ``size`` for which the tokenizer has no token. Models with a padded embedding have ids without
+    token.
+    """
     return frozenset(range(size)) - frozenset(inner_tokenizer(processing_class).get_vocab().values())
 
 
@@ -51,7 +53,7 @@ def is_processor(processing_class: Tokenizer) -> bool:
 
 
 def with_template(processing_class: Tokenizer, template: str | None) -> Any:
-    """Return a shallow copy of the (inner) tokenizer with the chat template ``template``."""
+    """Return a shallow copy of the tokenizer with the chat template ``template``. For a processor, its tokenizer is copied."""
     shadow = copy.copy(inner_tokenizer(processing_class))
     shadow.chat_template = template
     return shadow
@@ -64,7 +66,7 @@ def tool_call(name: Any, arguments: Any) -> dict[str, Any]:
 
 def json_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in which the arguments of tool calls are JSON text. Templates that concatenate arguments with strings
-    need this form.
+    need JSON text.
     """
     converted = []
     for message in messages:
@@ -76,8 +78,8 @@ def json_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return converted
 
 
-# Keys under which a message can store the model's reasoning. A chat template reads only one of them and silently ignores the
-# others.
+# Keys under which a message can store the model's reasoning. A chat template reads only one of these keys and silently
+# ignores the rest.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -98,14 +100,15 @@ def check_unicode(text: str, where: str) -> None:
 
 
 def check_messages(messages: Any) -> None:
-    """Check that each message has a role and some content. Without this check, many templates would render an empty message as
-    "" or "None".
+    """Check that each message has a role, and has content, a tool call or reasoning. Without this check, many templates would
+    render an empty message as "" or "None".
 
     Raises:
         DataError: A message is not a mapping with a role, or has neither content nor a tool call nor reasoning.
     """
     for number, message in enumerate(messages):
-        # This test is true for nearly all messages, and it is faster than isinstance(message, Mapping).
+        # Test the type first, because nearly all messages are dicts and this test is faster than isinstance(message,
+        # Mapping).
         plain = type(message) is dict
         if not (plain or isinstance(message, Mapping)) or not isinstance(message.get("role"), str):
             keys = sorted(message) if isinstance(message, Mapping) else type(message).__name__
@@ -176,14 +179,16 @@ def _decoded(message: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
-    """Return whether a template expects arguments as an object, and rejects JSON text or encodes it a second time."""
+    """Return whether a template accepts tool arguments only as an object. Such a template rejects JSON text or encodes the
+    text a second time.
+    """
 
     def rendered(arguments: Any) -> str | None:
         calls = [tool_call("zq_find", arguments)]
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
         try:
             return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-        # The template can raise any exception if it does not accept this form.
+        # The template can raise any exception if it does not accept arguments in this form.
         except Exception:
             return None
 
@@ -197,7 +202,7 @@ def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
     return twice
 
 
-PROBE = "7f3a probe 9c1e"  # Message content for tests of a template. This text occurs in no chat template.
+PROBE = "7f3a probe 9c1e"  # Message content for tests of a template. The text of PROBE occurs in no chat template.
 
 
 def render(
@@ -234,8 +239,8 @@ def render(
 
 
 def _template(tokenizer: Tokenizer, messages: list[dict[str, Any]], *, tools: Any, **options: Any) -> Any:
-    """Render messages that were already checked and adapted. Exceptions of the template are converted to errors that contain
-    a fix.
+    """Check messages, adapt them to the template, and render them. Exceptions of the template are converted to errors that
+    contain a fix.
     """
     check_messages(messages)
     fitted = fit_messages(tokenizer, messages, options.get("chat_template"))
@@ -266,14 +271,13 @@ def render_prompt(
     **template_kwargs: Any,
 ) -> str:
     """Render a prompt, followed by the generation prompt. If the last message is from the assistant, no generation prompt is
-    added, and the message is left open so that the model continues it.
+    added. The message is then left open, so that the model continues it.
 
     Args:
         tokenizer: Tokenizer with a chat template.
         prompt: Messages.
         tools: Schemas or functions.
-        answered: Whether the row contains an answer. If the row has an answer, the prompt may end with a message of any
-            role.
+        answered: Whether the row contains an answer. If True, the prompt may end with a message of any role.
         template_kwargs: Passed to the template.
 
     Raises:
@@ -320,15 +324,15 @@ def apply_chat_template(
             and ``rejected``; or ``chosen`` and ``rejected`` alone. Columns with other names are not returned.
         processing_class: Tokenizer with a chat template.
         tools: Schemas or functions. An empty list is the same as None.
-        merge_prefill: If the prompt ends with an assistant message, whether this message and the answer are joined into one
-            turn. By default, they are rendered as two turns.
+        merge_prefill: Whether to join an assistant message at the end of the prompt with the answer into one turn. By
+            default, the message and the answer are rendered as two turns.
         tokenizer: Deprecated name of ``processing_class``.
         template_kwargs: Passed to the template.
 
     Raises:
-        ArgumentTypeError: Not exactly one of ``processing_class`` and ``tokenizer`` is passed.
-        KeyError: The columns of the row are not one of the combinations listed under ``example``.
-        DataError: The prompt is empty or ends with a message of another role.
+        ArgumentTypeError: Neither or both of ``processing_class`` and ``tokenizer`` are passed.
+        KeyError: The row does not have one of the combinations of columns that are listed under ``example``.
+        DataError: The prompt is empty, or its last message has an unsupported role.
     """
     if (processing_class is None) == (tokenizer is None):
         raise ArgumentTypeError(
@@ -379,7 +383,7 @@ def _merged(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[
 def maybe_apply_chat_template(
     example: dict[str, Any], processing_class: Tokenizer | None = None, tools: Any = None, **kwargs: Any
 ) -> dict:
-    """Apply `apply_chat_template` to a conversational row. Other rows are returned unchanged."""
+    """Render a conversational row with `apply_chat_template`. Other rows are returned unchanged."""
     return apply_chat_template(example, processing_class, tools, **kwargs) if is_conversational(example) else example
 
 
@@ -397,14 +401,14 @@ def has_generation_markers(template: str | dict | None) -> bool:
 
 
 def as_blocks(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in which each text is a list with one text block. Templates of vision-language models expect this
-    form.
+    """Return messages in which each text is converted to a list with one text block. Templates of vision-language models
+    expect lists of content blocks.
     """
     return [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
 def turn_end(tokenizer: Tokenizer, rendered: Callable[..., str] | None = None) -> str:
-    """Return the end-of-turn token that the template writes after an assistant message, or an empty string."""
+    """Return the end-of-turn token that the template writes after an assistant message. Return "" if there is no such token."""
     return _turn_end(tokenizer, str(tokenizer.chat_template or ""), rendered)
 
 
@@ -446,12 +450,12 @@ def terminal_token_ids(tokenizer: Tokenizer, generation_config: Any = None) -> t
 def assistant_mask(
     tokenizer: Tokenizer, messages: list[dict], tools: Any = None, *, rendered: Callable | None = None, **kwargs: Any
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation, and a mask that is 1 for the tokens of assistant turns, including their
-    end-of-turn tokens.
+    """Return the token ids of a conversation, and a mask that is 1 for tokens of assistant turns. End-of-turn tokens of
+    assistant turns are included.
 
-    If the template has ``{% generation %}`` markers, they define the mask. Otherwise, the conversation is rendered twice for
-    each assistant turn: once up to the beginning of the turn (with the generation prompt), and once up to its end. The text of
-    the turn is the difference of the two renderings.
+    If the template has ``{% generation %}`` markers, the markers define the mask. Otherwise, the conversation is rendered
+    twice for each assistant turn: once up to the beginning of the turn (with the generation prompt), and once up to the end of
+    the turn. The text of the turn is the difference of the two renderings.
 
     ``rendered`` is the function that renders messages. None: `render`.
     """
@@ -480,7 +484,8 @@ def assistant_mask(
 def assistant_spans(
     rendered: Callable[..., str], messages: list[dict[str, Any]], end: str, **kwargs: Any
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the rendered text and the character range of each assistant turn, including its end-of-turn token.
+    """Render a conversation. Return the text and the character range of each assistant turn, including its end-of-turn
+    token.
 
     Args:
         rendered: Function that renders messages as text, such as `render`.
@@ -509,7 +514,7 @@ def assistant_spans(
     return text, spans
 
 
-# Columns that affect how a prompt is rendered.
+# Columns that affect the rendering of a prompt.
 RENDERED = ("prompt", "tools", "chat_template_kwargs")
 
 
@@ -535,7 +540,8 @@ def encode(
         return []
     try:
         if _only_calls_backend(tokenizer):
-            # This function of the backend computes no offsets, so it takes three quarters of the time.
+            # encode_batch_fast does not compute offsets, so it takes only three quarters of the time of a call of the
+            # tokenizer.
             return [
                 found.ids for found in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)
             ]
@@ -550,7 +556,7 @@ def encode(
 
 
 def _only_calls_backend(tokenizer: Tokenizer) -> bool:
-    """Return whether a call of the tokenizer does nothing but call its backend, without truncation and padding."""
+    """Return whether a call of the tokenizer only calls its backend, without truncation and padding."""
     from transformers import PreTrainedTokenizerFast as Fast
 
     kind = type(tokenizer)
@@ -588,14 +594,16 @@ def encode_rows(
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
-    """Remove one bos token if ids begin with two. Ids begin with two bos tokens if the text itself begins with the bos
-    token.
+    """Remove one bos token if the ids begin with two bos tokens. Ids begin with two bos tokens if the text itself begins with
+    the bos token.
     """
     return ids[1:] if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos else ids
 
 
 def open_end(ids: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
-    """Remove the eos token that some tokenizers append to every text. A prompt must not end with it."""
+    """Remove the eos token that some tokenizers append to every text. A prompt for generation must not end with an eos
+    token.
+    """
     eos = tokenizer.eos_token_id
     if eos is None or len(ids) < 2 or ids[-1] != eos or text.rstrip().endswith(tokenizer.eos_token):
         return ids
@@ -603,10 +611,11 @@ def open_end(ids: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def parse_tools(value: object) -> Any:
-    """Parse a ``tools`` column, which contains a list of schemas or the list as JSON text. An empty list becomes None.
+    """Parse the value of a ``tools`` column, which is a list of schemas or such a list as JSON text. Return None for an empty
+    list.
 
     Raises:
-        DataError: The string is not valid JSON.
+        DataError: The value is a string that is not valid JSON.
     """
     if not isinstance(value, str):
         return value or None
@@ -618,7 +627,7 @@ def parse_tools(value: object) -> Any:
 
 @lru_cache(maxsize=1)
 def reserved_arguments() -> frozenset[str]:
-    """Return the arguments of the tokenizer's chat template that the functions of this module set."""
+    """Return the names of the chat template arguments that posttrain sets itself."""
     from transformers import PreTrainedTokenizerBase
 
     functions = (render_prompt, render, PreTrainedTokenizerBase.apply_chat_template)
@@ -634,14 +643,14 @@ def check_template_arguments(kwargs: Collection[str], error: type[PosttrainError
     """Raise an error if ``chat_template_kwargs`` sets an argument that posttrain itself passes to the tokenizer.
 
     Raises:
-        error: An argument is set by posttrain.
+        error: One of the arguments is set by posttrain itself.
     """
     if taken := sorted(reserved_arguments() & set(kwargs)):
         raise error(f"chat_template_kwargs sets {taken}, which posttrain sets itself. Fix: remove them.")
 
 
 def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for the chat template that a row contains: ``tools`` and ``chat_template_kwargs``."""
+    """Return the arguments for the chat template from a row's columns ``tools`` and ``chat_template_kwargs``."""
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
         raise DataError(
@@ -660,7 +669,7 @@ def prompt_text(tokenizer: Tokenizer, row: dict[str, Any], kwargs: dict[str, Any
 def tokenize_prompts(
     rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, *, chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:
-    """Tokenize a batch of prompts for generation. Consecutive equal prompts are tokenized once.
+    """Tokenize a batch of prompts for generation. Consecutive equal prompts are tokenized only once.
 
     Conversational prompts end with the generation prompt, or with an assistant message that the model continues. The
     special tokens of conversational prompts come from the chat template. Plain prompts get special tokens from the

@@ -1,5 +1,5 @@
-"""Collate rows into batches of packed prefix trees. The sequences of a prompt share its tokens, so each prompt is computed
-once, and batches contain little padding.
+"""Collation of rows into batches of packed prefix trees. The sequences of a prompt share the prompt's tokens, so each prompt
+is computed only once. Batches contain little padding.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from posttrain.data.trie import Member, Node, Tree
 from posttrain.errors import DataError
 from posttrain.types import Batch, Leaf, Row, Segment
 
-# Maximum fraction of padding in a forward pass of several stacked batch rows. With more padding, a separate pass would be
-# cheaper.
+# Maximum fraction of padding in a forward pass with several batch rows. With more padding, a separate pass would be cheaper.
 PADDED_MOST = 0.05
-# Names of row columns that become fields of `Batch`.
+# Names of row columns that become fields of `Batch` instead of entries of ``Batch.columns``.
 FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")
 
 
@@ -30,13 +29,13 @@ class Layout:
     """Arrangement of sequences in a batch. The layout depends on the model and the attention backend.
 
     Attributes:
-        kind: ``tree``: common prefixes are computed once, and several prefix trees are packed into a batch row. ``padded``:
-            every sequence has its own padded batch row with a copy of the prompt. ``padded`` is for models whose attention
-            cannot separate several sequences in a row.
+        kind: With ``tree``, common prefixes are computed once, and several prefix trees are packed into a batch row. With
+            ``padded``, every sequence has its own padded batch row with a copy of the prompt. ``padded`` is for models whose
+            attention cannot separate several sequences in a row.
         dense_mask: Whether attention over prefix trees uses a dense mask instead of segments (see
             `posttrain.models.tree_attention`). Time and memory of a dense mask grow with the square of the row length.
-        row_tokens: Maximum number of tokens of a packed batch row, and of a prefix tree that joins several dataset
-            rows. With a dense mask, this number should be small.
+        row_tokens: Maximum number of tokens of a packed batch row. The limit applies to prefix trees that join several
+            dataset rows too. With a dense mask, the limit should be small.
         pass_tokens: Maximum number of tokens of a forward pass with a dense mask. Batch rows of similar length are stacked into
             one pass, because every pass has a fixed cost (reading weights, accumulating gradients). At most 5 % of the tokens
             of a pass are padding.
@@ -64,10 +63,10 @@ class Layout:
     rope_end: int | None = None
 
     def adjusted(self, row_tokens: int | None, pad_to_multiple_of: int | None = None) -> Layout:
-        """Return a copy of the layout with other settings. A setting that is None is not changed. If ``row_tokens`` of
-        the layout is 1, it keeps this value.
+        """Return a copy of the layout with new settings. Arguments that are None change nothing. If the layout's
+        ``row_tokens`` is 1, it stays 1.
 
-        With a dense mask, ``pass_tokens`` is also reduced to ``row_tokens``, but not below 512.
+        ``pass_tokens``, which is used with a dense mask, is also reduced to ``row_tokens``, but not below 512.
         """
         changes = {"pad_to_multiple_of": pad_to_multiple_of} if pad_to_multiple_of else {}
         if row_tokens is not None and self.row_tokens > 1:
@@ -76,7 +75,7 @@ class Layout:
 
 
 def share_prompts(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
-    """Merge rows with equal prompts into one row, so that the prompt is computed once.
+    """Merge rows with equal prompts into one row, so that each prompt is computed only once.
 
     Rows with ``model_kwargs`` are not merged.
 
@@ -129,15 +128,16 @@ def collate(
         rows: Examples. ``Batch.origin`` contains indices into the flat list of their completions.
         pad_token_id: Id of padding tokens. Padding is identified by position, so the value does not matter.
         layout: Arrangement of the sequences.
-        whole_rows: Whether all completions of a row must be in one batch. Losses that compare completions need this.
-        together: Whether all rows must be in one batch. Losses that sort the rows of a micro-batch need this.
+        whole_rows: Whether all completions of a row must be in one batch, which losses that compare completions require.
+        together: Whether all rows must be in one batch, which losses that sort the rows of a micro-batch require.
 
     Returns:
         Batches that together contain every completion exactly once.
 
     Raises:
-        DataError: There are no rows; a row has no completions; a mask, column or id list has the wrong length; or the loss
-            compares sequences that need different rotary frequencies (see `Layout.rope_switch`).
+        DataError: ``rows`` is empty, or a row has no completions. The error is also raised if a mask, column or id list has
+            the wrong length, or if the loss compares sequences that need different rotary frequencies (see
+            `Layout.rope_switch`).
     """
     if not rows:
         raise DataError("collate got an empty list of rows. Fix: pass at least one row.")
@@ -157,7 +157,7 @@ def collate(
 
 
 def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows: bool, together: bool) -> list[Batch]:
-    """Return batches of trees that may be in the same forward pass. See `collate` for the arguments."""
+    """Pack trees that may be in the same forward pass into batches. See `collate` for the arguments."""
     if together:
         packed = [[tree] for tree in trees] if layout.kind == "padded" else _best_fit(trees, layout.row_tokens)
         return [_lay_out(packed, pad_token_id, layout)]
@@ -165,11 +165,12 @@ def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows
         units = _units(trees) if whole_rows else [[tree] for tree in trees]
         bins = _by_length(units, layout.row_tokens)
         return [_lay_out([[tree] for unit in group for tree in unit], pad_token_id, layout) for group in bins]
-    # Units that consist of several trees. Each unit is a dataset row that is too long for a single tree.
+    # ``split`` contains the units with several trees. A unit with several trees is a dataset row that is too long for a
+    # single tree.
     split = [unit for unit in _units(trees) if len(unit) > 1] if whole_rows else []
     apart = {id(tree) for unit in split for tree in unit}
     whole = [tree for tree in trees if id(tree) not in apart]
-    # If a tree is longer than the budget of a batch row, other batch rows may be as long as this tree, but at most twice the
+    # If a tree is longer than the token budget of a batch row, other batch rows may be as long as this tree, up to twice the
     # budget.
     longest = max((tree.size for tree in whole), default=0)
     packed = _best_fit(whole, max(layout.row_tokens, min(longest, 2 * layout.row_tokens)))
@@ -217,7 +218,7 @@ def _check(row: Row, index: int, rope_end: int | None) -> None:
 
 
 def _members(rows: Sequence[Row]) -> list[Member]:
-    """Return all completions of the rows, in order."""
+    """Return a `Member` for each completion of the rows, in order."""
     members: list[Member] = []
     for number, row in enumerate(rows):
         members += [Member(row, number, index, len(members) + index) for index in range(len(row.completions))]
@@ -229,7 +230,9 @@ def _length(member: Member) -> int:
 
 
 def _by_rope(members: list[Member], switch: int | None) -> list[list[Member]]:
-    """Split sequences into those of up to ``switch`` tokens and longer ones. Empty groups are not returned."""
+    """Split sequences into a group of sequences of up to ``switch`` tokens and a group of longer sequences. Empty groups are
+    not returned.
+    """
     if switch is None:
         return [members]
     parts = [[member for member in members if (_length(member) > switch) is beyond] for beyond in (False, True)]
@@ -253,7 +256,7 @@ def _refuse_mixed(parts: list[list[Member]], layout: Layout, together: bool) -> 
 
 
 def _grow(members: list[Member], layout: Layout, *, splits: bool) -> list[Tree]:
-    """Build prefix trees from sequences that can be in the same pass."""
+    """Build prefix trees from sequences that can be in the same forward pass."""
     if layout.kind == "padded":
         return trie.alone(members)
     joined = layout.row_tokens if layout.joins_rows else 0
@@ -263,7 +266,9 @@ def _grow(members: list[Member], layout: Layout, *, splits: bool) -> list[Tree]:
 
 
 def _best_fit(trees: list[Tree], budget: int) -> list[list[Tree]]:
-    """Pack trees into rows by best-fit decreasing: longest tree first, each into the fullest row in which it fits."""
+    """Pack trees into rows with the best-fit-decreasing algorithm. Trees are placed in order of decreasing length, each into
+    the fullest row that has enough space.
+    """
     bins: list[list[Tree]] = []
     space: list[int] = []
     for tree in sorted(trees, key=lambda t: -t.size):
@@ -295,8 +300,8 @@ def _stacks(rows: list[list[Tree]], budget: int) -> Iterator[list[list[Tree]]]:
 
 
 def _units(trees: list[Tree]) -> list[list[Tree]]:
-    """Group trees into units. The trees of a dataset row that was split form one unit, and every other tree is a unit of its
-    own.
+    """Group trees into units. If a dataset row was split into several trees, these trees form one unit. Every other tree is a
+    separate unit.
     """
     units: dict[int, list[Tree]] = {}
     for tree in trees:
@@ -305,7 +310,7 @@ def _units(trees: list[Tree]) -> list[list[Tree]]:
 
 
 def _by_length(units: list[list[Tree]], budget: int) -> list[list[list[Tree]]]:
-    """Group units of similar length, so that there is little padding and each group stays within the token budget."""
+    """Group units of similar length, so that batches contain little padding and each group stays within the token budget."""
 
     def width(unit: list[Tree]) -> int:
         return max(tree.size for tree in unit)
@@ -345,17 +350,19 @@ class _Canvas:
         return len(self.tokens["input_ids"][-1])
 
     def tree(self, tree: Tree) -> None:
-        """Append a prefix tree in depth-first order. If a node has a single child, the child continues the node's segment."""
+        """Append a prefix tree to the current row in depth-first order. If a node has a single child, the child continues the
+        node's segment.
+        """
         self._segment([tree.root], -1, 0, -1)
 
     def _segment(self, run: list[Node], parent: int, position: int, last: int) -> None:
         """Append a segment (a run of consecutive nodes) and the subtrees below it.
 
         Args:
-            run: First node of the run.
+            run: List with the first node of the run.
             parent: Index of the parent segment.
             position: Position of the run's first token.
-            last: Column of the token before the run, or -1 if there is none.
+            last: Column of the token that precedes the run in the tree, or -1 if the run starts a tree.
         """
         while len(run[-1].children) == 1:
             run.append(run[-1].children[0])
@@ -407,12 +414,12 @@ class _Canvas:
             )
 
     def _number(self, member: Member, start: int, segment: int) -> int:
-        """Return the index of a sequence, and set its last segment to ``segment``."""
+        """Register a sequence in the batch with its last segment ``segment``, and return its index."""
         row = member.row
         leaf = Leaf(segment, len(row.prompt_ids), _length(member), member.number)
         if start:
-            # Register the completion only once. It consists of two consecutive nodes, because the prompt of another row ends
-            # inside it.
+            # Register the completion only once. The completion consists of two consecutive nodes if the prompt of another
+            # row ends inside it.
             self.leaves[-1] = leaf
             return len(self.leaves) - 1
         self.leaves.append(leaf)
@@ -470,7 +477,9 @@ def _to_batch(canvas: _Canvas, pad_token_id: int, layout: Layout, model_kwargs: 
 
 
 def _model_kwargs(groups: list[list[Tree]]) -> dict[str, Any]:
-    """Merge additional model inputs: tensors are concatenated in row order, and other values must be equal in all rows."""
+    """Merge the additional model inputs of all rows. Tensors are concatenated in row order. Values that are not tensors must
+    be equal in all rows.
+    """
     merged: dict[str, Any] = {}
     for tree in (tree for trees in groups for tree in trees):
         # Rows with model_kwargs are never merged with other rows, so each tree contains a single row.
@@ -483,9 +492,9 @@ def _model_kwargs(groups: list[list[Tree]]) -> dict[str, Any]:
 
 
 def to_rows(batch: Batch) -> list[Row]:
-    """Reconstruct the rows of a batch in their original order. Columns that were not collated are missing.
+    """Reconstruct the rows of a batch in their original order. The rows contain only columns that were collated.
 
-    If a prompt was repeated in several trees, there is one row per repetition.
+    If a prompt was repeated in several trees, the result contains one row per repetition.
     """
     numbers: dict[int, list[int]] = {}
     # The order of completions identifies pairs. Trees store empty completions last, so restore the original order.
@@ -495,7 +504,7 @@ def to_rows(batch: Batch) -> list[Row]:
 
 
 def sequences(batch: Batch) -> list[Row]:
-    """Return every sequence of a batch as a separate row, in the order of the loss positions."""
+    """Convert every sequence of a batch to a separate row, in the order of the loss positions."""
     return _rows(batch, [[index] for index in range(batch.num_sequences)])
 
 
@@ -505,7 +514,7 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
     per_token = {name for name, value in named.items() if value.shape == batch.input_ids.shape}
     ids, mask, owner = batch.input_ids.tolist(), batch.loss_mask.tolist(), batch.sequence.tolist()
     placed = {(b, column): picture for b, column, picture in batch.pictures}
-    # Positions of prompt tokens with a loss that an earlier row already contains.
+    # Positions of prompt tokens with a loss that an earlier row contains.
     earlier: set[tuple[int, int]] = set()
     rows = []
     for group in groups:
@@ -539,11 +548,12 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
 
 
 def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool = False) -> list[Batch]:
-    """Split a batch into two smaller batches with the same completions. Return it unchanged if it cannot be split.
+    """Split a batch into smaller batches that together contain the same completions. If the batch cannot be split, return it
+    unchanged.
 
-    The trees are distributed to two batches of about equal size. If there is only one tree, its completions are distributed to
-    two trees, each with a copy of the prompt. A single tree cannot be split if the loss compares the completions
-    (``whole_rows``) or if prompt tokens have a loss.
+    The trees are distributed to two groups of about equal size. If the batch has only one tree, the tree's completions are
+    distributed to two trees, each with a copy of the prompt. A single tree cannot be split if the loss compares the
+    completions (``whole_rows``) or if prompt tokens have a loss.
 
     Args:
         batch: Batch on any device. The returned batches are on the CPU.
@@ -552,7 +562,7 @@ def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool 
         whole_rows: Whether the completions of a tree must stay in one batch.
     """
     if batch.model_kwargs or (whole_rows and layout.kind == "padded"):
-        return [batch]  # Concatenated images cannot be separated again. Padded batches are not split either.
+        return [batch]  # Concatenated images cannot be separated. Padded batches are not split either.
     rows = to_rows(batch.to("cpu"))
     if len(rows) > 1:
         parts = _dealt(rows)
@@ -570,8 +580,8 @@ def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool 
 
 
 def _dealt(rows: list[Row]) -> list[list[Row]]:
-    """Distribute rows to two lists of similar size. The longest row is assigned first, and each row is added to the list
-    with fewer tokens.
+    """Distribute rows to two lists of similar size. Rows are assigned in order of decreasing length, each to the list with
+    fewer tokens.
     """
     parts: list[list[Row]] = [[], []]
     sizes = [0, 0]
@@ -630,12 +640,12 @@ def unbatched(batch: Any) -> list[dict[str, Any]]:
 
 
 def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: Sequence[str]) -> list[dict[str, Any]]:
-    """Replace the tokens of examples with the tokens of a batch that a custom data collator has returned.
+    """Replace the tokens of examples with the tokens of a batch from a custom data collator.
 
     Args:
-        batch: Batch as in `unbatched`. The batch contains the first answers of all examples, then the second answers,
-            and so on. ``completion_mask (B, L)`` marks the answers. Columns of shape ``(len(examples),)`` replace the
-            examples' values.
+        batch: Batch in one of the forms that `unbatched` accepts. The batch contains the first answers of all examples, then
+            the second answers, and so on. ``completion_mask (B, L)`` marks the answers. Columns of shape ``(len(examples),)``
+            replace the examples' values.
         examples: Examples that were passed to the collator.
         branches: Names of the answers, in order.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# This is a tuple and not a set, because the order of the names matters.
+# The names are in a tuple and not in a set, because their order matters.
 MESSAGE_COLUMNS = (
     "prompt",
     "chosen",
@@ -33,11 +33,11 @@ MESSAGE_COLUMNS = (
     "completion",
     "messages",
 )
-# Number of rows that are read to determine the format of a dataset. One row is not enough, because the rows of mixed data
-# differ.
+# Number of rows that are read to determine the format of a dataset. One row is not enough, because the rows of a dataset can
+# have different formats.
 LOOK = 64
 PICTURE_COLUMNS = ("image", "images")
-# Names of columns with token ids. If a dataset has these columns, they are used instead of the text columns.
+# Names of columns with token ids. If a dataset has these columns, their ids are used instead of the text columns.
 TOKENIZED = (
     "input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "reference_ids", "completion_ids", "KL_completion_ids",
 )  # fmt: skip
@@ -45,7 +45,7 @@ PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # Names of columns that contain t
 PICTURE_BLOCKS = ("image", "image_url", "image_pil")  # Types of content blocks that contain an image.
 # Number of rows of a stream that are checked for images. For other datasets, `LOOK` evenly spaced rows are checked.
 STREAMED = 8
-# Maps ShareGPT's speaker names to the roles of chat templates.
+# Map from ShareGPT's speaker names to the roles of chat templates.
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -148,7 +148,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remove_none_values(value: object) -> Any:
-    """Remove the entries of mappings that are None, at any depth. Items of lists that are None are kept.
+    """Remove entries with the value None from mappings, at any depth. List items that are None are kept.
 
     Raises:
         ArgumentTypeError: The value is neither a list nor a mapping.
@@ -187,14 +187,14 @@ def _holds_none(value: object) -> bool:
     return isinstance(value, list) and any(_holds_none(item) for item in value)
 
 
-AT_ONCE = 64  # Number of rows that are read at once. It is small, because rows with images need much memory.
+AT_ONCE = 64  # Number of rows that are read at once. The number is small, because rows with images need much memory.
 
 
 def read_columns(
     dataset: AnyDataset, columns: Sequence[str], rows: slice | Sequence[int] = slice(None), kind: str | None = None
 ) -> Any:
-    """Read columns of some rows of a ``Dataset``, even if another output format is set on it. Return a dict of lists, or an
-    Arrow table for ``kind="arrow"``.
+    """Read columns of some rows of a ``Dataset``, regardless of the output format that is set on the dataset. Return a dict
+    of lists, or an Arrow table for ``kind="arrow"``.
 
     The result equals ``with_format(kind, columns)[rows]``, but the dataset is not copied and no fingerprint is computed.
     """
@@ -203,8 +203,8 @@ def read_columns(
 
 
 def rows_at(dataset: AnyDataset, rows: Sequence[int], columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows with the given numbers. All rows of a ``Dataset`` are read with one call. If ``columns`` is not None,
-    only these columns are read.
+    """Return the rows whose numbers are in ``rows``. All rows of a ``Dataset`` are read with one call. If ``columns`` is not
+    None, only these columns are read.
     """
     import datasets
 
@@ -215,8 +215,8 @@ def rows_at(dataset: AnyDataset, rows: Sequence[int], columns: Sequence[str] | N
 
 
 def first_rows(dataset: AnyDataset, count: int, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the first ``count`` rows, or all rows if there are fewer. If ``columns`` is not None, only these columns are
-    read.
+    """Yield the first ``count`` rows, or all rows if the dataset has fewer. If ``columns`` is not None, only these columns
+    are read.
     """
     import datasets
 
@@ -229,7 +229,7 @@ def first_rows(dataset: AnyDataset, count: int, columns: Sequence[str] | None = 
 
 
 def get_dataset_column_names(dataset: AnyDataset) -> list[str]:
-    """Return the column names. The first row of a stream is read if the stream has no column names."""
+    """Return the column names of a dataset. If a stream has no column names, read them from its first row."""
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
@@ -239,7 +239,7 @@ def known_columns(dataset: object) -> list[str]:
 
 
 class DatasetDescription(TypedDict):
-    """Result of `describe_dataset`: dataset type, format, columns, and whether there are images."""
+    """Result of `describe_dataset`: dataset type, format, columns, and whether the dataset has images."""
 
     type: str
     format: str
@@ -251,8 +251,8 @@ def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
     """Determine the type of a dataset from its columns and up to 64 of its rows.
 
     Raises:
-        DataError: The dataset is empty, its columns do not match any type, or a row has another form than row 0. The error
-            contains the number of the row.
+        DataError: The dataset is empty, its columns do not match any type, or a row has a different format than row 0. In the
+            last case, the error contains the number of the row.
 
     >>> import datasets
     >>> rows = datasets.Dataset.from_dict({"prompt": ["2+2="], "completion": [" 4"]})
@@ -281,7 +281,7 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
         try:
             chat = is_conversational_from_value(row) or is_conversational(row)
         except DataError as error:
-            # The conversations begin with the same text, so it is removed from them later.
+            # The answers may be conversations that contain the text prompt. `extract_prompt` handles such rows later.
             if isinstance(row.get("prompt"), str):
                 chat = True
             else:
@@ -305,8 +305,8 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
 
 @contextmanager
 def naming(where: str, hint: str = "") -> Iterator[None]:
-    """Complete the message of a `DataError` that is raised in a ``with`` block: add ``where`` at the beginning (unless it is
-    already there) and ``hint`` at the end.
+    """Complete the message of a `DataError` that is raised inside the context. ``where`` is added at the beginning, unless
+    the message already begins with it, and ``hint`` is added at the end.
     """
     try:
         yield
@@ -316,8 +316,8 @@ def naming(where: str, hint: str = "") -> Iterator[None]:
 
 
 def given_rows(batch: Mapping[str, list], indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the content of each row of a batch that is stored as columns. Columns whose value is None in a
-    row are omitted from that row.
+    """Yield the number and the content of each row of a batch that is stored as columns. Columns whose value is None are
+    omitted from a row.
     """
     for position, index in enumerate(indices):
         columns = {name: column[position] for name, column in batch.items() if name != ROW}
@@ -334,7 +334,7 @@ PEEKED = 1000
 
 
 def first_row(dataset: AnyDataset, name: str, *, images: bool = False) -> dict[str, Any]:
-    """Check that a dataset can be prepared, and return its first row.
+    """Check that a dataset can be tokenized, and return its first row.
 
     Args:
         dataset: ``Dataset`` or ``IterableDataset``.
@@ -366,8 +366,8 @@ def first_row(dataset: AnyDataset, name: str, *, images: bool = False) -> dict[s
 
 
 def undecoded(dataset: AnyDataset) -> Any:
-    """Return a view of a dataset in which images are not decoded, but returned as paths or encoded bytes. ``dataset`` may be
-    a dict of datasets, or None.
+    """Return a view of a dataset that returns images as paths or encoded bytes instead of decoding them. ``dataset`` may be a
+    dict of datasets, or None.
     """
     import datasets
 
@@ -397,11 +397,11 @@ def undecoded(dataset: AnyDataset) -> Any:
 
 
 def united(first: Any, *others: Any) -> Any:
-    """Return a column type that is valid for values of all given types, or None if there is none. In the result, messages have
-        the keys of all types.
+    """Return a column type that is valid for values of all given types, or None if no such type exists. In the returned type,
+    messages have the keys of all given types.
 
-    The result is used as the type of a new column in ``map``. By default, ``map`` infers the type from the first 1,000 rows, so
-    keys that occur only in messages of later rows would be missing.
+    The returned type is passed to ``map`` as the type of a new column. By default, ``map`` infers the type from the first
+    1,000 rows. Keys that occur only in messages of later rows would then be missing.
     """
     for other in others:
         if isinstance(first, dict) and isinstance(other, dict):
@@ -421,7 +421,9 @@ def united(first: Any, *others: Any) -> Any:
 
 
 def features_with(dataset: datasets.Dataset, drop: Sequence[str] = (), **columns: Any) -> datasets.Features | None:
-    """Return the dataset's features with ``columns`` added and ``drop`` removed, or None if a new column has no type."""
+    """Return the dataset's features with the new ``columns`` and without the columns in ``drop``. Return None if a new column
+    has no type.
+    """
     from datasets import Features
 
     kept = {name: kind for name, kind in dataset.features.items() if name not in drop}
@@ -429,7 +431,7 @@ def features_with(dataset: datasets.Dataset, drop: Sequence[str] = (), **columns
 
 
 def pictures_of(example: Mapping[str, Any]) -> list[Any]:
-    """Return the images in the columns ``image`` and ``images`` of a row. List items can be None if there is no image.
+    """Return the images in the columns ``image`` and ``images`` of a row. List items that are None are skipped.
 
     Raises:
         DataError: Both columns contain images.
@@ -441,7 +443,7 @@ def pictures_of(example: Mapping[str, Any]) -> list[Any]:
 
 
 def is_image(value: object) -> bool:
-    """Return whether a value is a PIL image. It works without PIL too."""
+    """Return whether a value is a PIL image. The function works even if PIL is not installed."""
     return hasattr(value, "getexif")
 
 
@@ -476,11 +478,11 @@ def shows_pictures(dataset: AnyDataset) -> bool:
     if not isinstance(dataset, datasets.Dataset):
         return False
     kinds = {name: str(kind) for name, kind in dataset.info.features.items() if name in MESSAGE_COLUMNS}
-    # Content blocks have the key ``type``. If no column has this key, no message contains an image.
+    # Content blocks have the key ``type``. If the type of a column does not contain this key, its messages contain no image.
     names = [name for name, kind in kinds.items() if "'type'" in kind or "Json" in kind]
     if not names:
         return False
-    # If content blocks have a key for images, some row contains an image, so all rows are checked.
+    # If content blocks have a key for images, some row contains an image. All rows are then checked.
     keyed = any(kind in kinds[name] for name in names for kind in PICTURE_BLOCKS)
     step = 1 if keyed else max(1, len(dataset) // LOOK)
     return has_pictures(undecoded(dataset.with_format(None).select_columns(names)).select(range(0, len(dataset), step)))
@@ -490,7 +492,7 @@ def refuse_images(dataset: AnyDataset, name: str) -> None:
     """Raise an error if a dataset contains images, for trainers that read only text.
 
     Raises:
-        DataError: The dataset contains images. The error contains the columns and how to remove them.
+        DataError: The dataset contains images. The error names the columns with images and explains how to remove them.
     """
     pictures = [column for column in get_dataset_column_names(dataset) if column in (*PICTURE_COLUMNS, "pixel_values")]
     if pictures or shows_pictures(dataset):
@@ -521,15 +523,16 @@ def check_ids(ids: Any, column: str, vocabulary: int) -> list[int]:
 
 
 def _check_stream(reasons: Iterable[str], name: str, hint: str) -> None:
-    """Raise an error if all of the first rows of a stream are dropped. Training would otherwise end without any step.
+    """Raise an error if all of the first `PEEKED` rows of a stream are dropped. Without this check, training could end
+    without any step.
 
     Args:
-        reasons: For each row, the reason for dropping it, or "". Reading stops at the first "".
+        reasons: Reason for dropping each row, or "" for rows that remain. Reading stops at the first "".
         name: Name of the dataset in messages.
         hint: Advice for the user at the end of the error.
 
     Raises:
-        DataError: All of the first rows are dropped.
+        DataError: All of the first `PEEKED` rows are dropped.
     """
     counts: Counter[str] = Counter()
     for reason in islice(reasons, PEEKED):
@@ -540,7 +543,7 @@ def _check_stream(reasons: Iterable[str], name: str, hint: str) -> None:
 
 
 def listed(reasons: Mapping[str, int]) -> str:
-    """Return a text with the reasons and their counts. The most frequent reason is first.
+    """Format reasons with their counts as a text. The most frequent reason is first.
 
     >>> listed({"empty": 1, "too long": 2})
     '2 too long, 1 empty'
@@ -550,21 +553,22 @@ def listed(reasons: Mapping[str, int]) -> str:
 
 @dataclass
 class PreparationReport:
-    """Statistics of the preparation of a dataset.
+    """Counts of rows and tokens from the preparation (tokenization) of a dataset.
 
     Attributes:
         name: Name of the dataset.
-        rows_in, rows_out: Number of rows before and after preparation (before packing).
+        rows_in, rows_out: Number of rows before and after preparation. Packing comes after preparation.
         dropped: Number of dropped rows by reason.
         truncated: Number of rows truncated to ``max_length``.
         cut_tokens: Number of trained tokens removed by truncation.
-        diverged: Number of rows in which the prompt alone is tokenized differently than the prompt followed by the completion.
-        inner: Number of rows in which an answer also contains turns of other roles, such as tool results.
+        diverged: Number of rows in which the tokens of the prompt change if the completion follows.
+        inner: Number of rows in which an answer contains turns of roles other than assistant, such as tool results.
         no_end: Number of rows without a trained token that ends a sequence.
         double_bos: Number of texts that already began with the bos token.
         nested_none: Number of rows with a ``None`` in tool schemas, tool calls or content blocks.
-        untrained_pieces: Number of pieces of long rows that were dropped because they have no trained token (``bfd_split``).
-        trained_tokens, tokens: Number of trained tokens, and of all tokens, in the remaining rows.
+        untrained_pieces: Number of pieces of long rows that were dropped because they have no trained token. Only
+            ``bfd_split`` splits rows into pieces.
+        trained_tokens, tokens: Number of trained tokens and number of all tokens in the remaining rows.
     """
 
     name: str
@@ -583,7 +587,7 @@ class PreparationReport:
     tokens: int = 0
 
 
-# Counters that are computed only over the remaining rows. All other counters include dropped rows.
+# Counters that include only the remaining rows. All other counters include dropped rows too.
 OF_KEPT = (
     "_no_end",
     "_trained_tokens",
@@ -609,20 +613,21 @@ def tokenized(
     Args:
         dataset: ``Dataset`` or ``IterableDataset``.
         name: Name of the dataset in messages.
-        function: Function ``f(batch, indices, **arguments)`` that tokenizes a batch. The function returns columns of
-            ids, a column ``_reason`` (the reason for dropping a row, or ``""``), and the columns named in ``counters``
-            and ``notes``.
+        function: Function ``f(batch, indices, **arguments)`` that tokenizes a batch. The function returns columns of ids and
+            the columns named in ``counters`` and ``notes``. The function also returns a column ``_reason`` with the reason
+            for dropping each row, or ``""``.
         arguments: Arguments of the function. The arguments are part of the cache fingerprint.
         drop: Columns of the dataset to remove.
-        counters: Names of integer columns. If a field of the report has the same name, the column is summed into this field.
-        notes: Names of additional columns that messages use, for example with an excerpt of the text.
+        counters: Names of integer columns, which begin with an underscore. If the report has a field of the same name without
+            underscore, the field is set to the sum of the column.
+        notes: Names of additional columns for log messages, for example a column with an excerpt of the text.
         num_proc: Number of processes.
         hint: Advice for the user at the end of the error that no row remains.
-        features: Types of all columns of a ``Dataset``. None infers them from the first rows.
+        features: Types of all columns of the tokenized ``Dataset``. None: the types are inferred from the first rows.
 
     Returns:
-        A tuple of four: all rows with reasons and notes, a dict from the name of a counter to its values ``(rows,)``, the
-        remaining rows, and the report. Rows of a stream are not counted.
+        A tuple of four items: all rows with reasons and notes, a dict from the name of a counter to its values ``(rows,)``,
+        the remaining rows, and the report. Rows of a stream are not counted.
 
     Raises:
         DataError: No row remains. For a stream, only the first rows are checked.
@@ -676,20 +681,20 @@ def _columns(
     stream: bool,
     **arguments: Any,
 ) -> dict[str, list]:
-    """Call the tokenizing function and store its counters in one column, because every Arrow column has a fixed cost."""
+    """Call the tokenizing function. Store all of its counters in one column, because every Arrow column has a fixed cost."""
     columns = function(batch, indices, **arguments)
     if counters:
         columns["_counts"] = list(zip(*(columns.pop(name) for name in counters), strict=True))
     for name, values in columns.items() if not stream else ():
-        # Use arrays, because datasets checks the type of every number in a list.
+        # Convert lists of ids to arrays, because datasets would check the type of every number in a list.
         if type(next((value[0] for value in values if isinstance(value, list) and value), None)) is int:
             columns[name] = [np.asarray(value, np.int64) for value in values]
     return columns
 
 
 def _fingerprint(dataset: AnyDataset, *about: object) -> str | None:
-    """Compute one cache fingerprint for a ``map`` call from everything that its result depends on. Otherwise, ``map`` would
-    hash each argument separately.
+    """Compute the cache fingerprint of a ``map`` call from everything on which the call's result depends. Without this
+    fingerprint, ``map`` would hash each argument separately.
     """
     from datasets.fingerprint import Hasher
 
@@ -697,7 +702,7 @@ def _fingerprint(dataset: AnyDataset, *about: object) -> str | None:
 
     try:
         return Hasher.hash((dataset._fingerprint, __version__, *about))
-    # `map` uses a random fingerprint and warns if its arguments cannot be pickled.
+    # If the arguments cannot be pickled, `map` warns and uses a random fingerprint.
     except Exception:
         return None
 
@@ -714,8 +719,8 @@ def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     if ids == [eos]:
         return ids
     kept = len(ids)
-    # Remove all eos tokens and whitespace at the end, because the text may end with an eos token and the tokenizer may have
-    # appended another one.
+    # Remove all eos tokens and whitespace at the end. The text may end with an eos token, and the tokenizer may have
+    # appended a second one.
     while kept > 1:
         blank = ids[kept - 2] == eos and not tokenizer.decode(ids[kept - 1 : kept]).strip()
         if ids[kept - 1] != eos and not blank:
@@ -725,8 +730,8 @@ def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def shown_prompt(tokenizer: Tokenizer, ids: Sequence[int], placed: Sequence[Any]) -> str:
-    """Decode a prompt for display. The placeholder tokens of an image are replaced with a text such as ``[image 1: 640×480,
-    391 tokens, 12ab]``.
+    """Decode a prompt for display. The placeholder tokens of an image are replaced with a text such as
+    ``[image 1: 640×480, 391 tokens, 12ab]``.
     """
     pieces = shown_pieces(tokenizer, ids, [0] * len(ids), Row(list(ids), [], [], pictures=[list(placed)]))
     return "".join(text for text, _ in pieces)
@@ -740,8 +745,8 @@ def shown_pieces(
     index: int = 0,
     pieces_of: Callable[[list[int], list[Any]], list[tuple[str, bool]]] | None = None,
 ) -> list[tuple[str, bool]]:
-    """Decode a sequence into pieces of text for display. For each piece, also return whether its tokens are trained. An image
-    is one piece.
+    """Decode a sequence into pieces of text for display. Return each piece with a bool: whether its tokens are trained. An
+    image is one piece.
 
     Args:
         tokenizer: Tokenizer that decodes the ids.
@@ -768,7 +773,7 @@ def _runs(tokenizer: Tokenizer, ids: list[int], flags: list[Any]) -> list[tuple[
 
 
 def plain_rows(dataset: AnyDataset) -> Any:
-    """Return a dataset whose rows are Python lists and numbers, regardless of ``with_format``.
+    """Return a dataset whose rows contain Python lists and numbers, even if another format was set with ``with_format``.
 
     ``dataset`` may be a dict of datasets, or None. Columns that the format excludes remain excluded. A transform
     (``with_transform``) is kept, and `first_row` rejects it later.

@@ -1,4 +1,4 @@
-"""Load datasets by path or Hub id, mix several datasets with weights, and split off test rows."""
+"""Functions that load datasets by path or Hub id, mix several datasets with weights, and split off test rows."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from posttrain.integrations.hub import not_found
 logger = logging.getLogger(__name__)
 
 
-# Names of the `datasets` loaders, by file extension.
+# Loader names of the library `datasets`, by file extension.
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def check_json(file: Path) -> None:
-    """Raise an error that names the invalid line of a JSON file that the loader could not read. A .json file may also contain
-    one array of objects, which is not checked.
+    """Raise an error with the first invalid line of a JSON file that the loader could not read. A .json file that is valid as
+    a whole, e.g. one array of objects, is not checked.
 
     Raises:
-        DataError: A line is not valid UTF-8, not valid JSON, or not an object.
+        DataError: A line is not valid UTF-8, is not valid JSON, or does not contain an object.
     """
     if file.suffix == ".json":
         with contextlib.suppress(ValueError):
@@ -80,15 +80,16 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
 class TextDates:
     """Replacement for `pyarrow.json` in the JSON loader of ``datasets`` that does not convert text to dates.
 
-    `pyarrow.json` converts an answer such as "2024-01-01" to a timestamp, which is never equal to the text of a completion.
+    `pyarrow.json` converts a text such as "2024-01-01" to a timestamp. If this text is the expected answer of a row, no
+    completion would ever equal it.
     """
 
     ReadOptions = pyarrow.json.ReadOptions
 
     @staticmethod
     def read_json(source: IO[bytes], read_options: pyarrow.json.ReadOptions | None = None) -> pa.Table:
-        """Read JSON with `pyarrow.json.read_json`. If text was converted to timestamps, read again with these columns as
-        text.
+        """Read JSON with `pyarrow.json.read_json`. If text was converted to timestamps, read the source a second time with
+        these columns as text.
         """
         table = pyarrow.json.read_json(source, read_options=read_options)
         schema = _texts(table.schema)
@@ -104,7 +105,7 @@ def _texts(schema: pa.Schema) -> pa.Schema:
 
 
 def _dateless(kind: pa.DataType) -> pa.DataType:
-    """Return a type in which all timestamps, also nested ones, are replaced with text."""
+    """Return a type in which all timestamps, including nested timestamps, are replaced with text."""
     if pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_list(kind):
@@ -116,8 +117,8 @@ def _dateless(kind: pa.DataType) -> pa.DataType:
 
 @contextlib.contextmanager
 def _dates_as_text(*, streaming: bool) -> Iterator[None]:
-    """Patch the JSON loader in a ``with`` block so that dates remain text, because the loader has no option for it. For
-    streams, the patch stays active after the block.
+    """Patch the JSON loader inside the context, so that dates remain text. The loader has no option for this behavior. For
+    streams, the patch stays active afterwards.
     """
     before = json_loader.paj, json_loader.pandas_read_json
     json_loader.paj, json_loader.pandas_read_json = TextDates, partial(json_loader.pandas_read_json, dtype=False)
@@ -129,8 +130,8 @@ def _dates_as_text(*, streaming: bool) -> Iterator[None]:
 
 
 def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.Features | None:
-    """Return the features with text instead of timestamps. Return None if the rows have no timestamps. Rows that
-    another program has cached can have timestamps.
+    """Return the features of a dataset with text instead of timestamps. Return None if no column has timestamps. Timestamps
+    can come from rows that another program has cached.
     """
     part = next(iter(loaded.values())) if isinstance(loaded, dict) else loaded
     if part.info.builder_name != "json" or "timestamp" not in str(part.features):
@@ -139,8 +140,8 @@ def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.
 
 
 def _parquet_conflict(files: list[Path]) -> str | None:
-    """Describe the first column that has different types in two Parquet files, or is missing in one of them. Numbers of
-    different widths, such as int32 and int64, count as the same type.
+    """Describe the first column that has different types in two Parquet files, or is missing in one of the two. Number types
+    that differ only in width, such as int32 and int64, are treated as equal.
     """
     import pyarrow.parquet as pq
 
@@ -170,13 +171,13 @@ def _kind(type_name: str) -> str:
 # Columns of a CSV file that are converted to numbers. The values of all other columns remain text.
 NUMBERS = ("label", "margin")
 SAMPLES = ("head", "random")
-# Exceptions that loaders raise if a dataset exists neither on the Hub nor in the cache.
+# Exceptions of loaders if a dataset exists neither on the Hub nor in the cache.
 NOT_FOUND = (OSError, HFValidationError, DatasetNotFoundError)
 
 
 @dataclass
 class DatasetConfig:
-    """One dataset of a mixture. On the command line, a string without JSON is used as the path."""
+    """One dataset of a mixture. On the command line, a string that is not JSON is used as the path."""
 
     path: str = field(metadata={"help": "Hub id, folder (saved by datasets, or with data files), or single data file."})
     name: str | None = option(None, "Configuration of a Hub dataset.")
@@ -195,7 +196,7 @@ class DatasetConfig:
 
 @dataclass
 class DatasetMixtureConfig:
-    """Mixture of several datasets, which are concatenated in the order of the list."""
+    """Mixture of several datasets. The datasets are concatenated in the order of the list."""
 
     datasets: list[DatasetConfig] = field(
         default_factory=list,
@@ -270,28 +271,29 @@ def load_rows(
 ) -> Any:
     """Load a dataset from the Hub, from a folder, or from one .jsonl, .json, .csv or .parquet file.
 
-    A folder contains a dataset saved by ``datasets``, or data files.
+    A folder can contain a dataset saved by ``datasets``, or data files.
 
     With ``HF_HUB_OFFLINE`` or ``HF_DATASETS_OFFLINE``, only local data and the cache are used.
 
     Args:
         path_or_id: Path or Hub id.
         name: Configuration of a Hub dataset.
-        split: Split to load. Slices such as ``train[:100]`` are allowed. None loads all splits. A single file has the split
+        split: Split to load. Slices such as ``train[:100]`` are allowed. None: all splits. A single file has the split
             ``train``.
         data_dir: Same as in ``datasets.load_dataset``. Not allowed for a single file or a saved folder.
         data_files: Same as in ``datasets.load_dataset``. Not allowed for a single file or a saved folder.
-        streaming: Whether rows are read only when they are needed. An error about an invalid line is then raised when this line
-            is read.
+        streaming: Whether rows are read only when they are needed. An invalid line then raises an error only when the line is
+            read.
 
     Returns:
         A ``Dataset``, or a ``DatasetDict`` if ``split`` is None. With ``streaming``, an ``IterableDataset`` or
-        ``IterableDatasetDict``. If the folder contains one saved ``Dataset``, this dataset is returned.
+        ``IterableDatasetDict``. If a folder contains one saved ``Dataset``, this dataset is returned even if ``split`` is
+        None.
 
     Raises:
         ConfigError: An option is not allowed for this kind of source.
-        DataError: The source or the split does not exist, or a file cannot be read. The error contains the file, and the line
-            or the column.
+        DataError: The source or the split does not exist, or a file cannot be read. The error contains the file and, if
+            possible, the line or the column.
     """
     file = Path(path_or_id).expanduser()
     saved = file.is_dir() and any((file / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json"))
@@ -318,7 +320,7 @@ def load_rows(
         source, options = _loader_of(file), {"data_files": str(file)}
         if source == "csv":
             options["converters"] = _text_columns([file])
-        # Use `_lines`, because its error about an invalid line contains the line number.
+        # Read the file with `_lines`, because its error about an invalid line contains the line number.
         if streaming and file.suffix == ".jsonl" and split in (None, "train"):
             stream = datasets.IterableDataset.from_generator(_lines, gen_kwargs={"files": [str(file)]})
             return stream if split else datasets.IterableDatasetDict({"train": stream})
@@ -328,7 +330,7 @@ def load_rows(
             if not streaming and (features := _without_times(loaded)) is not None:
                 loaded = datasets.load_dataset(source, split=split, features=features, **options)
         for part in () if streaming or not file.exists() else loaded.values() if split is None else (loaded,):
-            # Validate the files now. Otherwise, invalid UTF-8 would raise an error only when its row is read.
+            # Validate the data now. Otherwise, invalid UTF-8 would raise an error only when the affected row is read.
             part.data.validate(full=True)
         return loaded
     except Exception as error:
@@ -336,8 +338,8 @@ def load_rows(
 
 
 def _text_columns(files: list[Path]) -> dict[str, type]:
-    """Return converters with which the columns of CSV files remain text. Without them, an answer 7 would be a number, which
-    is not equal to the text ``"7"``.
+    """Return converters for the CSV loader with which columns remain text. Without converters, the answer 7 would be a
+    number, which does not equal the text ``"7"``.
     """
     names: set[str] = set()
     for file in files:
@@ -347,7 +349,9 @@ def _text_columns(files: list[Path]) -> dict[str, type]:
 
 
 def _failure(path_or_id: str, file: Path, split: str | None, error: Exception) -> str:
-    """Return a message that explains why a dataset could not be loaded. Raise a more specific error for an invalid line."""
+    """Return an error message that explains why a dataset could not be loaded. For an invalid line, raise a more specific
+    error.
+    """
     if not file.exists() and isinstance(error, NOT_FOUND):
         return not_found("dataset", path_or_id, error)
     parts = sorted(file.rglob("*")) if file.is_dir() else [file]
@@ -367,7 +371,7 @@ def _failure(path_or_id: str, file: Path, split: str | None, error: Exception) -
 
 
 def _first_keys(file: Path) -> list[str]:
-    """Return the column names in the first row of a file of JSON lines."""
+    """Return the column names in the first row of a JSON Lines file."""
     with file.open(encoding="utf-8") as lines:
         row = json.loads(next((line for line in lines if line.strip()), "{}"))
     return sorted(row) if isinstance(row, dict) else []
@@ -393,7 +397,9 @@ def _load_saved(folder: Path, split: str | None, streaming: bool) -> Any:
 
 
 def _pick(loaded: Any, spec: str, folder: Path) -> Any:
-    """Return a split of a saved dataset. Slices and sums of splits are allowed. A single saved ``Dataset`` is ``train``."""
+    """Return a split of a saved dataset. Slices and sums of splits are allowed. A single saved ``Dataset`` has the split
+    ``train``.
+    """
     splits = loaded if isinstance(loaded, dict) else {"train": loaded, str(loaded.split or "train"): loaded}
     try:
         parts = datasets.ReadInstruction.from_spec(spec).to_absolute({key: len(value) for key, value in splits.items()})
@@ -412,8 +418,8 @@ def _pick(loaded: Any, spec: str, folder: Path) -> Any:
 def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
     r"""Load the datasets of a mixture and concatenate them. If ``test_split_size`` is set, split off test rows.
 
-    The test split is the same on every rank. With fractions ``f``, dataset i contributes ``round(w_i N)`` rows, where ``w_i =
-    f_i / \sum f`` and ``N = \min_{w_i > 0} len_i / w_i``.
+    All ranks get the same test split. With fractions ``f``, dataset i contributes ``round(w_i N)`` rows, where
+    ``w_i = f_i / \sum f`` and ``N = \min_{w_i > 0} len_i / w_i``.
 
     Args:
         mixture_config: Datasets and their weights.
@@ -423,8 +429,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
         A ``DatasetDict`` (an ``IterableDatasetDict`` when streaming) with ``train`` and, if requested, ``test``.
 
     Raises:
-        ConfigError: The mixture is empty. The error is also raised if fractions are negative, all zero, or not set for
-            all datasets, and if fractions or a test split are used with streaming.
+        ConfigError: The mixture is empty, or fractions or a test split are used with streaming. The error is also raised if
+            fractions are negative, all zero, or set only for some datasets.
         DataError: A dataset cannot be loaded, datasets have different columns, or a split has no rows.
     """
     members, streaming = mixture_config.datasets, mixture_config.streaming
@@ -446,7 +452,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
 
 
 def split_off(rows: Any, size: float, seed: int) -> Any:
-    """Split rows into a ``DatasetDict`` with ``train`` and ``test``. The result is the same on every rank.
+    """Split rows into a ``DatasetDict`` with ``train`` and ``test``. All ranks get the same splits.
 
     Raises:
         ConfigError: The rows are a stream.

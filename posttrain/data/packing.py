@@ -1,4 +1,4 @@
-"""Packing: put several documents into one row, so that batches contain less padding."""
+"""Packing of several documents into one row, so that batches contain less padding."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ logger = logging.getLogger(__name__)
 def best_fit_decreasing(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Assign documents to bins with the best-fit-decreasing algorithm.
 
-    Documents are placed in order of decreasing length. Documents of equal length keep their order. Each document is placed into
-    the open bin with the smallest sufficient free space. If several bins have this free space, the first bin that reached it is
-    used. If no open bin has enough space, a new bin is opened.
+    Documents are placed in order of decreasing length. Documents of equal length keep their order. Each document is placed
+    into the open bin with the smallest sufficient free space. If several bins have equal free space, the bin that reached this
+    free space first is used. If no open bin has enough space, a new bin is opened.
 
-    For speed, documents of equal length are placed in one step: a bin with free space r takes up to ``r // length`` of them in
-    succession, because it stays the best fit. Each step costs one bisection over the distinct values of r.
+    For speed, documents of equal length are placed in one step. A bin with free space r takes up to ``r // length`` of these
+    documents in succession, because the bin remains the best fit. Each step costs one bisection over the distinct values of
+    r.
 
     Args:
         lengths: Document lengths ``(n,)``, integers in ``1..size``.
@@ -56,7 +57,9 @@ def best_fit_decreasing(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.
 
 
 class _Bins:
-    """Open bins, grouped by remaining space. ``placed`` contains the bin of each document in order of placement."""
+    """Open bins, grouped by remaining space. ``placed`` contains the bin index of each document, in the order in which
+    documents were placed.
+    """
 
     def __init__(self, size: int) -> None:
         self.size, self.created = size, 0
@@ -101,7 +104,9 @@ class _Bins:
 
 
 def split_lengths(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Split documents into pieces of up to ``size`` tokens. Return each piece's document index, offset, and length."""
+    """Split documents into pieces of up to ``size`` tokens. Return the document index, the offset and the length of each
+    piece.
+    """
     number = -(-lengths // size)
     source = np.repeat(np.arange(len(lengths)), number)
     rank = np.arange(len(source)) - np.repeat(np.cumsum(number) - number, number)
@@ -110,7 +115,7 @@ def split_lengths(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
 
 
 def shuffle_bins(order: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Shuffle the bins. Return the document indices of one bin after the other, and the number of documents per bin."""
+    """Shuffle the bins. Return the document indices bin by bin, and the number of documents per bin."""
     permutation = rng.permutation(len(counts))
     starts = (np.cumsum(counts) - counts)[permutation]
     counts = counts[permutation]
@@ -121,7 +126,7 @@ def shuffle_bins(order: np.ndarray, counts: np.ndarray, rng: np.random.Generator
 @dataclass(frozen=True, slots=True)
 class Lists:
     """Column of lists, stored as flat values with the start and the length of each row's list. If the column is a slice of a
-    table, starts include the slice's offset.
+    table, ``starts`` include the slice's offset.
     """
 
     values: pa.Array
@@ -130,7 +135,7 @@ class Lists:
 
 
 def list_column(column: pa.ChunkedArray, name: str, rows: list[int] | None) -> Lists:
-    """Convert a column of a table, which may be a slice, to `Lists`. ``rows`` are row numbers for error messages."""
+    """Convert a column of a table or of a slice of a table to `Lists`. ``rows`` are row numbers for error messages."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     # For an empty column, some versions of pyarrow return a chunked array.
     if isinstance(array, pa.ChunkedArray):
@@ -146,7 +151,7 @@ def list_column(column: pa.ChunkedArray, name: str, rows: list[int] | None) -> L
 
 
 def gather(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """Concatenate the pieces ``values[start : start + length]`` in order."""
+    """Concatenate the pieces ``values[start : start + length]`` for all ``starts`` and ``lengths``, in order."""
     ends = np.cumsum(lengths)
     index = np.repeat(starts - (ends - lengths), lengths)
     index += np.arange(len(index), dtype=index.dtype)
@@ -162,7 +167,7 @@ def as_rows(values: pa.Array, lengths: np.ndarray) -> pa.Array:
 
 
 def list_columns(table: pa.Table, rows: list[int] | None) -> dict[str, Lists]:
-    """Convert all columns of a window of rows to `Lists`, and check that the lists of a row have equal lengths."""
+    """Convert all columns of a window of rows to `Lists`, and check that all lists of a row have the same length."""
     columns: dict[str, Lists] = {}
     for name in table.column_names:
         check_list(name, table.schema.field(name).type)
@@ -180,7 +185,7 @@ def list_columns(table: pa.Table, rows: list[int] | None) -> dict[str, Lists]:
 
 
 def check_list(name: str, kind: pa.DataType) -> None:
-    """Raise an error if the type of a column is not a list."""
+    """Raise an error if the Arrow type of a column is not a list type."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         raise ArgumentTypeError(
             f"column {name!r} has type {kind}, but packing needs lists. Fix: tokenize the dataset first, and select only list "
@@ -189,7 +194,7 @@ def check_list(name: str, kind: pa.DataType) -> None:
 
 
 def segment_sum(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:
-    """Return the sum of ``values[start : start + length]`` over the segments, modulo 2^64."""
+    """Return the sum of all values in the segments ``values[start : start + length]``, modulo 2^64."""
     if not lengths.any():
         return 0
     low, high = int(starts[0]), int((starts + lengths).max())
@@ -201,7 +206,7 @@ def segment_sum(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 LENGTHS = "seq_lengths"
 IGNORED = -100
-# A warning is logged if rows are filled to less than this fraction on average.
+# A warning is logged if packed rows are filled to less than this fraction on average.
 LOW_FILL = 0.9
 WINDOW_ROWS, WINDOW_TOKENS = (
     10_000,
@@ -248,7 +253,9 @@ def _best_fit(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[st
 
 
 def _wrap(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[str, pa.Array]:
-    """Concatenate documents and split them every ``size`` items. ``seq_lengths`` contains the lengths of the resulting pieces."""
+    """Concatenate documents and split the result every ``size`` items. ``seq_lengths`` contains the lengths of the resulting
+    pieces of documents.
+    """
     lengths = next(iter(columns.values())).lengths
     total = int(lengths.sum())
     row_lengths = np.diff(np.append(np.arange(0, total, plan.size), total)) if total else np.zeros(0, dtype=np.int64)
@@ -284,19 +291,20 @@ def pack_dataset(
             into pieces that do not attend to each other. ``wrapped`` concatenates all documents and splits the result every
             ``seq_length`` items.
         map_kwargs: Passed to ``dataset.map``, e.g. ``num_proc``, or ``batch_size`` for the size of a window.
-        cross_document: With ``wrapped``, whether documents in a row attend to each other. If True, the result has no column
-            ``seq_lengths``.
-        preserve_order: Whether packed rows stay in the order in which they were filled (longest documents first). If False,
-            packed rows are shuffled.
+        cross_document: Whether documents in a packed row attend to each other. The argument only affects the strategy
+            ``wrapped``. If True, the result has no column ``seq_lengths``.
+        preserve_order: Whether packed rows stay in the order in which they were filled, with the longest documents first. If
+            False, packed rows are shuffled.
         seed: Random seed for shuffling.
 
     Returns:
-        The same kind of dataset in the same format, with a column ``seq_lengths`` that contains the lengths of the documents.
+        A dataset of the same class and format as ``dataset``, with a column ``seq_lengths`` that contains the lengths of the
+        documents in each row.
 
     Raises:
         ConfigError: ``seq_length`` is below 1, or the strategy is unknown.
         ArgumentTypeError: A column is not a list.
-        DataError: Columns have different lengths in a row, or the dataset is already packed.
+        DataError: The lists of a row have different lengths, or the dataset is already packed.
 
     >>> rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6]]})
     >>> pack_dataset(rows, 4, preserve_order=True).to_list()
@@ -311,7 +319,7 @@ def pack_dataset(
 
 
 def truncate_dataset(dataset: AnyDataset, max_length: int, map_kwargs: dict[str, Any] | None = None) -> Any:
-    """Truncate every list column to its first ``max_length`` items. Other columns are unchanged.
+    """Truncate every list column to its first ``max_length`` items. Columns that are not lists are unchanged.
 
     Args:
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent.
@@ -319,7 +327,7 @@ def truncate_dataset(dataset: AnyDataset, max_length: int, map_kwargs: dict[str,
         map_kwargs: Passed to ``dataset.map``.
 
     Returns:
-        The same kind of dataset in the same format.
+        A dataset of the same class and format as ``dataset``.
 
     Raises:
         ConfigError: ``max_length`` is below 1.
@@ -346,8 +354,8 @@ def _truncate_window(table: pa.Table, rows: list[int] | None = None, *, size: in
 def split_trained(dataset: AnyDataset, size: int, map_kwargs: dict[str, Any] | None = None) -> Any:
     """Split long documents into pieces, and drop the pieces without trained labels.
 
-    Pieces of a document do not attend to each other. A piece without trained labels (such as the start of a long prompt) would
-    cost time and train nothing. The first token of a piece is not trained, because no token precedes it.
+    Pieces of a document do not attend to each other. A piece without trained labels, such as the start of a long prompt,
+    would cost time without training any token. The first token of a piece is not trained, because no token precedes it.
 
     Args:
         dataset: ``Dataset`` or ``IterableDataset`` of list columns, including ``labels``.
@@ -397,7 +405,9 @@ def _pack(dataset: AnyDataset, plan: _Plan, map_kwargs: dict[str, Any], name: st
 
 
 def _window(dataset: AnyDataset, size: int) -> int:
-    """Return the number of rows per window. The number is limited so that a window fits into memory."""
+    """Return the number of rows that are packed together (a window). The number is limited so that a window fits into
+    memory.
+    """
     if isinstance(dataset, datasets.Dataset):
         count = len(dataset)
         peek = dataset.with_format("arrow").select(np.linspace(0, count - 1, min(PEEK, count)).astype(int))
@@ -418,7 +428,7 @@ def _map(
     map_kwargs: dict[str, Any],
     desc: str | None,
 ) -> Any:
-    """Apply a function on Arrow tables to windows of a dataset, and restore the dataset's features and format."""
+    """Apply a function that maps Arrow tables to windows of a dataset, and restore the dataset's features and format."""
     stream = isinstance(dataset, datasets.IterableDataset)
     features = None if dataset.features is None else _packed_features(dataset.features, added)
     options = {"batched": True, "with_indices": True, "features": features} | map_kwargs
@@ -430,7 +440,7 @@ def _map(
         options = {"desc": desc} | options
     mapped = dataset.with_format("arrow").map(function, **options)
     if stream:
-        # `_formatting` is read, because an IterableDataset has no public attribute for its format.
+        # Read `_formatting`, because an IterableDataset has no public attribute for its format.
         before = dataset._formatting
         return mapped.with_format(before.format_type if before else None)
     before = dataset.format
@@ -453,7 +463,7 @@ def _packed_features(features: datasets.Features, added: str | None) -> datasets
 
 
 def _report(dataset: datasets.Dataset, packed: datasets.Dataset, plan: _Plan, name: str | None) -> None:
-    """Check that packing has not lost or duplicated an item, and log to which fraction the packed rows are filled."""
+    """Check that packing has neither lost nor duplicated an item, and log the fraction to which packed rows are filled."""
     if not len(packed):
         logger.warning("packing%s gives no rows, because every document is empty.", f" {name}" if name else "")
         return
@@ -475,8 +485,8 @@ def _report(dataset: datasets.Dataset, packed: datasets.Dataset, plan: _Plan, na
 
 
 def _tally(dataset: datasets.Dataset, cut: int | None) -> tuple[int, int, int]:
-    """Count the items of the first column: all items, and only the first ``cut`` items of each row. Also compute a checksum
-    of the items in the second count.
+    """Count all items of the first column, and count only the first ``cut`` items of each row. Return both counts, and a
+    checksum of the items in the second count.
     """
     total = within = checksum = 0
     column = dataset.column_names[0]

@@ -1,4 +1,4 @@
-"""Tokenize the rows of preference datasets: a prompt and its answers. Truncated and dropped rows are counted."""
+"""Tokenization of preference datasets, whose rows have a prompt and several answers. Truncated and dropped rows are counted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ UNUSABLE = "whose prompt tokenizes differently with its answers"
 FULL = "whose prompt fills max_length"
 EQUAL = "with equal answers"
 EMPTY = "with an empty answer"
-# Maximum fraction of rows that may be dropped with the reason `UNUSABLE`. If the fraction is larger, an error is raised.
+# Maximum fraction of rows that may be dropped with the reason `UNUSABLE`. If more rows are dropped, an error is raised.
 MOST_UNUSABLE = 0.01
 COUNTERS = ("_truncated", "_diverged", "_inner")
 HINT = "Look at the rows with posttrain inspect."
@@ -66,10 +66,11 @@ class AnswerOptions:
     Attributes:
         branches: Answer columns: ``("chosen", "rejected")``, optionally with ``"reference"``, or ``("completion",)``.
         max_length: Maximum number of tokens of a prompt and an answer together. None: answers are not truncated.
-        truncation_mode: ``keep_start``: the end of long answers is removed. ``keep_end``: the start of the prompt is removed,
-            and then the start of answers.
-        mask_inner_turns: Whether to exclude turns of other roles inside an answer, and their template tokens, from the loss.
-        max_prompt_length: Maximum number of tokens of a prompt. Longer prompts lose their beginning. None means no limit.
+        truncation_mode: With ``keep_start``, the end of long answers is removed. With ``keep_end``, the start of the prompt
+            is removed first, and then the start of answers.
+        mask_inner_turns: Whether to exclude user and tool turns inside an answer from the loss, including their template
+            tokens.
+        max_prompt_length: Maximum number of tokens of a prompt. The beginning of longer prompts is removed. None: no limit.
     """
 
     branches: tuple[str, ...] = ("chosen", "rejected")
@@ -99,8 +100,8 @@ def _answer_batch(
 
 
 def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -> tuple[bool, list[str]]:
-    """Return whether a row is plain text, and its texts to tokenize: the prompt alone, and the prompt followed by each
-    answer.
+    """Return whether a row is plain text, and the texts to tokenize. The texts are the prompt alone, and the prompt followed
+    by each answer.
     """
     prompt: Any = row.get("prompt")
     answers: list[Any] = [row.get(branch) for branch in branches]
@@ -127,8 +128,8 @@ def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -
 
 
 def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
-    """Separate the prompt of a row without ``prompt`` column from its answers. The prompt is the common beginning of chosen
-    and rejected, and all other answers must begin with it too.
+    """Separate the prompt from the answers if a row has no ``prompt`` column. The prompt is the common beginning of chosen
+    and rejected. A third answer must begin with this prompt too.
     """
     parted = dict(maybe_extract_prompt(row))
     if parted.get("chosen") == row.get("chosen"):
@@ -162,8 +163,8 @@ def _check_messages(branch: str, answer: object) -> None:
 def _answers(
     row: dict[str, Any], plain: bool, texts: list[list[int]], tokenizer: Tokenizer, options: AnswerOptions
 ) -> dict[str, Any]:
-    """Split tokens of prompt and answers at the end of their common prefix, and truncate them. Also return the counters and
-    the reason for dropping the row.
+    """Split the tokens of a row into prompt and answers at the end of their common prefix, and truncate them. Return the
+    columns of the row, including counters and the reason for dropping it.
     """
     bos, (prompt, *wholes) = tokenizer.bos_token_id, texts
     if plain:
@@ -197,13 +198,13 @@ def _answers(
 
 
 def _truncate(prompt: list[int], answers: list[list[int]], limit: int, mode: str) -> tuple[list[int], list[list[int]]]:
-    """Truncate a prompt with its answers to ``limit`` tokens. ``keep_start`` removes the end of answers. ``keep_end``
-    removes the start of the prompt, and then the start of answers.
+    """Truncate a prompt with its answers to ``limit`` tokens. ``keep_start`` removes the end of answers. ``keep_end`` removes
+    the start of the prompt first, and then the start of answers.
     """
     if mode == "keep_start":
         return prompt, [answer[: limit - len(prompt)] for answer in answers]
     excess = len(prompt) + max(map(len, answers)) - limit
-    # Keep at least one prompt token, from which the first answer token is predicted.
+    # Keep at least one prompt token, because the first answer token is predicted from it.
     kept = prompt[excess:] if excess < len(prompt) else prompt[-1:]
     return kept, [answer[-(limit - len(kept)) :] for answer in answers]
 
@@ -217,10 +218,11 @@ def prepare_answers(
     num_proc: int | None = None,
     keep: tuple[str, ...] = (),
 ) -> tuple[Any, PreparationReport]:
-    """Tokenize prompts and answers into ``prompt_ids`` and one ``<branch>_ids`` per answer. Columns in ``keep`` are kept.
+    """Tokenize prompts and answers into a column ``prompt_ids`` and one column ``<branch>_ids`` per answer. Columns in
+    ``keep`` are kept.
 
     Returns:
-        The dataset, and a report. The rows of a stream are not counted.
+        The tokenized dataset, and a report. The report does not count the rows of a stream.
 
     Raises:
         DataError: A row is invalid, prompts and answers cannot be separated in more than 1 % of the rows, or no row remains.
@@ -274,13 +276,13 @@ def _report_dropped(report: PreparationReport, options: AnswerOptions) -> None:
 def answer_rows(
     examples: Iterable[Mapping[str, Any]], branches: Sequence[str], columns: Mapping[str, Sequence[str]] | None = None
 ) -> list[Row]:
-    """Convert tokenized examples to rows with the shared prompt and one completion per branch.
+    """Convert each tokenized example to a row with the shared prompt and one completion per branch.
 
     Args:
         examples: Examples with ``prompt_ids`` and ``<branch>_ids``.
         branches: Names of the answers, in order.
-        columns: Columns of the new rows. Each key is the name of a column, and its value lists the example columns that contain
-            the values, one per branch.
+        columns: Sequence columns of the new rows. Each key is the name of a row column. The value of the key is a list of
+            example columns, one per branch, from which the numbers are read.
 
     Raises:
         DataError: An answer has no tokens.
@@ -301,19 +303,19 @@ def answer_rows(
     return rows
 
 
-# Unicode names of scripts without spaces between words. In these scripts, every position between two letters counts as a word
-# boundary.
+# Unicode names of scripts without spaces between words. In these scripts, every position between two letters is treated as a
+# word boundary.
 UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
 
 
 def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Extract the common prefix of ``chosen`` and ``rejected`` as the prompt.
+    """Extract the common prefix of ``chosen`` and ``rejected`` as the prompt, and remove it from both answers.
 
     Conversations are compared by message. Strings are compared by character, and the prompt ends at a word boundary. Spaces at
     the boundary belong to the answers, because tokenizers merge a space with the next word.
 
     Returns:
-        ``prompt``, ``chosen`` and ``rejected``.
+        A dict with ``prompt``, ``chosen`` and ``rejected``.
 
     Raises:
         DataError: The answers are equal, an answer is empty, or two conversations have no common message.
@@ -324,7 +326,8 @@ def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
     chosen, rejected = example["chosen"], example["rejected"]
     if not chosen or not rejected:
         raise DataError(f"{'chosen' if not chosen else 'rejected'} is empty, but a pair needs two answers.")
-    # Arrow gives all messages of a column the same keys. Drop keys that are None, so that equal messages compare as equal.
+    # Arrow adds missing keys with the value None to messages. Drop keys with the value None, so that equal messages compare
+    # as equal.
     bare = strip_none({"chosen": chosen, "rejected": rejected})
     if bare["chosen"] == bare["rejected"]:
         raise DataError("chosen and rejected are equal, so the row contains no preference. Fix: remove the row.")
@@ -348,7 +351,7 @@ def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
     cut = _shared(chosen, rejected)
-    # One conversation is a prefix of the other. Shorten the prompt, because no answer may be empty.
+    # If one conversation is a prefix of the other, shorten the prompt, because no answer may be empty.
     if cut == min(len(chosen), len(rejected)):
         cut -= 1
         while cut > 0 and chosen[cut - 1].get("role") == "assistant":
@@ -374,8 +377,8 @@ def _shared_text(chosen: str, rejected: str) -> int:
 
 
 def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Apply `extract_prompt` to a row without a prompt. If a row has a prompt that both answers repeat, remove it from the
-    answers.
+    """Apply `extract_prompt` to a row without a prompt. If both answers of a row repeat its prompt, remove the prompt from
+    the answers.
 
     All other rows are returned unchanged.
     """
@@ -387,7 +390,7 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
     # The prompt column is text, but the two conversations contain the prompt as messages.
     if is_messages(chosen) and not is_messages(prompt):
         return {**example, **extract_prompt(example)}
-    # Missing keys that Arrow added are removed, as in `extract_prompt`.
+    # Remove keys that Arrow added with the value None; see `extract_prompt`.
     bare = strip_none({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     prompt = bare["prompt"]
     if (
@@ -404,14 +407,17 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def unpair_preference_dataset(dataset: AnyDataset, *, interleave: bool = True, **map_kwargs: Any) -> Any:
-    """Convert pairs to single answers with a ``label``: True for chosen answers, False for rejected answers.
+    """Convert pairs of answers to rows with one answer and a ``label``, which is True for chosen answers and False for
+    rejected answers.
 
-    The conversion is only correct if every chosen answer is good by itself and every rejected answer is bad by itself.
+    The conversion is only valid if every chosen answer is good in absolute terms, and every rejected answer is bad in
+    absolute terms.
 
     Args:
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent, with columns ``chosen`` and ``rejected``.
-        interleave: Whether the two answers of a pair are consecutive rows. If False, each batch of ``map`` consists of all its
-            chosen answers, followed by all its rejected answers. A training batch may then contain only one label.
+        interleave: Whether the two answers of a pair are consecutive rows. If False, each batch of ``map`` consists of all
+            chosen answers of the batch, followed by all rejected answers. A training batch may then contain answers with only
+            one label.
         map_kwargs: Passed to ``dataset.map``.
 
     Raises:
@@ -456,10 +462,12 @@ def maybe_unpair_preference_dataset(dataset: AnyDataset, num_proc: int | None = 
 
 
 def extract_and_unpair(dataset: AnyDataset, num_proc: int | None = None) -> Any:
-    """Convert pairs to single labeled answers, with or without a prompt column. Return other datasets unchanged."""
+    """Convert pairs to rows with one labeled answer, with or without a prompt column. Return datasets without pairs
+    unchanged.
+    """
     if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
-    # Images are not decoded, because decoding and encoding a JPEG again would reduce its quality.
+    # Do not decode images, because decoding a JPEG and encoding it a second time would reduce its quality.
     dataset = undecoded(dataset)
     if isinstance(dataset, datasets.IterableDataset):
         return unpair_preference_dataset(dataset.map(maybe_extract_prompt))
@@ -476,7 +484,7 @@ PAIR_HINT = "Increase max_length, or check for answers with equal tokens. `postt
 def _pair_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, max_length: int | None
 ) -> dict[str, list]:
-    """Tokenize the two answers of each pair with their prompt, and find the pairs to drop."""
+    """Tokenize the prompt with each of the two answers of every pair, and determine the reasons for dropping pairs."""
     names = [f"{side}_ids" for side in SIDES]
     pairs = [list(pair) for pair in zip(*(batch[name] for name in names), strict=True)] if names[0] in batch else None
     if pairs is None:
@@ -492,7 +500,7 @@ def _pair_batch(
         with naming(f"row {index}"):
             for name, ids in zip(names, pair, strict=True):
                 check_ids(ids, name, len(tokenizer))
-            # A margin that is not finite would make the loss infinite or NaN.
+            # Reject a margin that is not finite, because it would make the loss infinite or NaN.
             if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
                 raise DataError(
                     f"column 'margin' must contain a finite number in every row, but it contains {margin!r}. Fix: correct "
@@ -503,7 +511,7 @@ def _pair_batch(
 
 
 def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
-    """Return the reason for dropping a pair, or an empty string."""
+    """Return the reason for dropping a pair, or "" if the pair is kept."""
     if not chosen or not rejected:
         return "with an answer without tokens"
     if chosen == rejected:
@@ -512,11 +520,11 @@ def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
 
 
 def _sides(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool, list[str]]:
-    """Return whether a pair is plain text, and the two texts to tokenize. If there is a prompt, each text is the prompt
+    """Return whether a pair is plain text, and the two texts to tokenize. If the row has a prompt, each text is the prompt
     followed by an answer.
     """
     if row.get("prompt") is not None and all(is_messages(row.get(side)) for side in SIDES):
-        # A pair with equal answers has no prompt of its own, and is dropped later.
+        # No prompt can be extracted from a pair with equal answers. The pair is dropped later.
         equal = row["chosen"] == row["rejected"]
         row = {**row, "prompt": []} if equal else dict(maybe_extract_prompt(row))
     prompt = row.get("prompt")
@@ -550,10 +558,11 @@ def prepare_reward_dataset(
     name: str = "train",
     num_proc: int | None = None,
 ) -> Any:
-    """Tokenize preference rows for reward models. The result has the columns ``chosen_ids`` and ``rejected_ids``, and
-    ``margin`` if the rows have it.
+    """Tokenize preference rows for reward models. The result has the columns ``chosen_ids`` and ``rejected_ids``. If the rows
+    have a column ``margin``, the result has this column too.
 
-    Pairs are dropped and counted if their answers are equal or if an answer is too long.
+    A pair is dropped and counted if its answers are equal, if an answer has no tokens, or if an answer is longer than
+    ``max_length``.
 
     Raises:
         DataError: A row cannot be tokenized, or no row remains.
@@ -573,8 +582,8 @@ def prepare_reward_dataset(
 
 
 def pair_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
-    """Convert each pair to a row. The prompt of the row is the common token prefix of the two answers. ``margin`` becomes a
-    column.
+    """Convert each tokenized pair to a row. The prompt of the row is the common token prefix of the two answers. A ``margin``
+    becomes a sequence column.
     """
     rows = []
     for example in examples:

@@ -1,4 +1,4 @@
-"""Parse generated token ids into messages, based on the response format of the chat template."""
+"""Parsers that convert generated token ids to messages, based on the response format of the chat template."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Parser = Callable[[str, bool], dict[str, Any]]
 
 
 class Bare(str):
-    """Argument value without quotes in the model's output. Whether it is text or JSON depends on the tool's schema."""
+    """Argument value that the model wrote without quotes. The tool's schema determines whether the value is text or JSON."""
 
 
 def _think(text: str, opened: bool) -> tuple[str, str]:
-    """Split text into reasoning and answer. ``opened`` means that the prompt opened the block. If the block is never
-    closed, the whole text is reasoning.
+    """Split generated text into reasoning and answer. If ``opened`` is True, the prompt has opened the think block. If the
+    block is never closed, the whole text is reasoning.
     """
     head, tag, rest = text.partition("<think>")
     if tag and not head.strip():
@@ -36,7 +36,7 @@ def _think(text: str, opened: bool) -> tuple[str, str]:
 
 
 def _between(text: str, begin: str, end: str) -> tuple[str, list[str]]:
-    """Return the text outside all ``begin ... end`` blocks, and the bodies of the blocks."""
+    """Split text at ``begin ... end`` blocks. Return the text outside of all blocks, and the bodies of the blocks."""
     start = text.find(begin)
     if start < 0:
         return text, []
@@ -66,7 +66,9 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _framed(begin: str, end: str, read: Callable[[str], list[dict[str, Any]]], thought: str) -> Parser:
-    """Build a parser for ``<think>..</think>``, text, and tool calls between markers. ``read`` parses the body of a call."""
+    """Build a parser for reasoning in ``<think>..</think>``, text, and tool calls between two markers. ``read`` parses the
+    body of a call.
+    """
 
     def parse(text: str, opened: bool) -> dict[str, Any]:
         reasoning, text = _think(text, opened)
@@ -77,20 +79,19 @@ def _framed(begin: str, end: str, read: Callable[[str], list[dict[str, Any]]], t
 
 
 def _json_call(body: str) -> list[dict[str, Any]]:
-    """Parse ``{"name": .., "arguments": {..}}``."""
+    """Parse a tool call of the form ``{"name": .., "arguments": {..}}``."""
     call = _json_object(body)
     return [tool_call(call.get("name"), call.get("arguments"))]
 
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-# A key cannot contain "<", so exclude "<" from it. A pattern that matches the closing tag inside a key would take quadratic
-# time.
+# A key cannot contain "<", so the pattern excludes "<" from keys. Otherwise, a search could take quadratic time.
 PAIR = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
 def _pairs(pattern: re.Pattern[str], body: str) -> dict[str, Any]:
-    """Parse the key-value pairs of a tool call. The pairs must cover the whole body."""
+    """Parse the key-value pairs of a tool call with ``pattern``. The pairs must cover the whole body."""
     arguments: dict[str, Any] = {}
     at = 0
     while match := pattern.match(body, at):
@@ -102,7 +103,7 @@ def _pairs(pattern: re.Pattern[str], body: str) -> dict[str, Any]:
 
 
 def _xml_call(body: str) -> list[dict[str, Any]]:
-    """Parse ``<function=NAME>`` that contains ``<parameter=KEY>`` value ``</parameter>``."""
+    """Parse a tool call ``<function=NAME>..</function>`` whose arguments have the form ``<parameter=KEY>VALUE</parameter>``."""
     match = FUNCTION.fullmatch(body)
     if match is None:
         raise ValueError(f"a tool call must be <function=NAME>..</function>, not {body.strip()[:60]!r}")
@@ -110,20 +111,24 @@ def _xml_call(body: str) -> list[dict[str, Any]]:
 
 
 def _paired_call(body: str) -> list[dict[str, Any]]:
-    """Parse ``NAME`` with ``<arg_key>``/``<arg_value>`` pairs."""
+    """Parse a tool call that consists of its name and ``<arg_key>``/``<arg_value>`` pairs."""
     name, _, pairs = body.strip().partition("<arg_key>")
     return [tool_call(name.strip(), _pairs(PAIR, "<arg_key>" + pairs if pairs else ""))]
 
 
 def glm(text: str, opened: bool) -> dict[str, Any]:
-    """Parse GLM's format, which is Qwen's format with `_paired_call`. A turn ends with the marker that opens the next turn."""
+    """Parse GLM's format, which is Qwen's format with tool calls for `_paired_call`. A turn ends with the marker of the next
+    turn.
+    """
     text = re.sub(r"<\|(user|observation)\|>\s*$", "", text)
     message = _framed("<tool_call>", "</tool_call>", _paired_call, "reasoning_content")(text, opened)
     return message | {"content": message["content"].strip()}
 
 
 def llama_json(text: str, opened: bool) -> dict[str, Any]:
-    """Parse a bare JSON object ``{"name": .., "parameters": {..}}``, or plain text."""
+    """Parse Llama's format: a tool call is a bare JSON object ``{"name": .., "parameters": {..}}``, and other output is plain
+    text.
+    """
     bare = text.strip().removeprefix("<|python_tag|>")
     if not bare.startswith('{"name"'):
         return _wire_message(text, [])
@@ -139,7 +144,9 @@ HARMONY = re.compile(
 
 
 def harmony(text: str, opened: bool) -> dict[str, Any]:
-    """Parse harmony channels: ``analysis`` is reasoning, ``final`` is the answer, ``to=functions.NAME`` is a JSON tool call."""
+    """Parse harmony channels. ``analysis`` is reasoning, ``final`` is the answer, and ``to=functions.NAME`` is a JSON tool
+    call.
+    """
     at = 0
     parts: dict[str, list[str]] = {"analysis": [], "final": []}
     calls = []
@@ -163,14 +170,15 @@ class _JsonConstants(ast.NodeTransformer):
         return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
 
 
-# Matches a string literal, even if its closing quote is missing.
+# Pattern of a string literal, even without its closing quote.
 LITERAL = re.compile(r"""'(?:[^'\\]|\\.?)*+(?:'|\Z)|"(?:[^"\\]|\\.?)*+(?:"|\Z)""", re.DOTALL)
-# Maximum number of characters of Python code outside string literals. Python's parser takes microseconds per character.
+# Maximum number of characters of a tool call in Python syntax, outside of string literals. Python's parser takes
+# microseconds per character.
 LONGEST_CODE = 16_384
 
 
 def _expression(text: str) -> ast.expr:
-    """Parse a Python expression. String literals may contain line breaks, and JSON constants are allowed."""
+    """Parse a Python expression that a model wrote. String literals may contain line breaks, and JSON constants are allowed."""
     if len(text) > LONGEST_CODE and (size := len(LITERAL.sub("", text))) > LONGEST_CODE:
         raise ValueError(f"a call has {size} characters outside string literals; the maximum is {LONGEST_CODE}")
     try:
@@ -183,7 +191,7 @@ def _expression(text: str) -> ast.expr:
 
 
 def _python_calls(body: str) -> list[dict[str, Any]]:
-    """Parse ``[f(a='x', n=3), g()]``."""
+    """Parse tool calls in Python syntax, such as ``[f(a='x', n=3), g()]``."""
     calls, listed = [], _expression(body.strip())
     for node in listed.elts if isinstance(listed, ast.List) else [listed]:
         if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
@@ -203,7 +211,7 @@ DEEPSEEK = re.compile(
 
 
 def _fenced_calls(body: str) -> list[dict[str, Any]]:
-    """Parse consecutive tool calls. Each call is a name followed by JSON in a code fence."""
+    """Parse consecutive tool calls in DeepSeek's format. Each call is a name followed by JSON in a code fence."""
     calls, at = [], 0
     while match := DEEPSEEK.match(body, at):
         calls.append(tool_call(match[1], _json_object(match[2])))
@@ -228,7 +236,9 @@ WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def parameter_schemas(tools: Sequence[dict[str, Any] | Callable[..., Any]] | None) -> dict[str, dict[str, Any]]:
-    """Return the parameter schemas by tool name. The schema of a function comes from transformers' ``get_json_schema``."""
+    """Return the parameter schemas of tools by tool name. For a Python function, the schema comes from transformers'
+    ``get_json_schema``.
+    """
     schemas = {}
     for tool in tools or ():
         if callable(tool):
@@ -274,7 +284,8 @@ def _typed(value: object, schema: dict[str, Any] | None) -> Any:
 
 
 def typed_arguments(name: str, arguments: dict[str, Any], schemas: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Convert arguments to the types of their schema. Without a schema, unquoted text is parsed as JSON if possible.
+    """Convert the arguments of a tool call to the types of their schema. Without a schema, unquoted text is parsed as JSON if
+    possible.
 
     >>> typed_arguments("f", {"zip": Bare("75001")}, {"f": {"zip": {"type": "string"}}})
     {'zip': '75001'}
@@ -284,7 +295,7 @@ def typed_arguments(name: str, arguments: dict[str, Any], schemas: dict[str, dic
 
 
 ATTRIBUTE = "posttrain_response_format"
-# Exceptions that parsers can raise if a text is truncated at an arbitrary position.
+# Exceptions that parsers can raise for a text that is truncated at an arbitrary position.
 UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, SyntaxError, RecursionError, MemoryError)
 
 ASK = {"role": "user", "content": "zq ask"}
@@ -292,7 +303,9 @@ CALL = tool_call("zq_find", {"zq_a": "zq thing", "zq_n": 3})
 
 
 def _written(tokenizer: Tokenizer, message: dict[str, Any]) -> tuple[str, str]:
-    """Render a message with the chat template. Return the prompt before the message, and the text that the model generates."""
+    """Render a message with the chat template. Return the prompt before the message, and the text that the model would
+    generate.
+    """
 
     def rendered(message: dict[str, Any]) -> tuple[str, str]:
         head = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
@@ -302,14 +315,16 @@ def _written(tokenizer: Tokenizer, message: dict[str, Any]) -> tuple[str, str]:
         head, text = rendered(message)
     except TypeError:
         head, text = rendered(json_arguments([message])[0])
-    # The generation prompt opens a think block that the rendered message does not have.
+    # If the generation prompt opens a think block that the rendered message does not have, remove the block.
     if not text.startswith(head):
         head = head.rpartition("<think>")[0]
     return head, text[len(head) :]
 
 
 def _reads_back(tokenizer: Tokenizer, parser: Parser) -> bool:
-    """Return whether a parser recovers plain text, and a tool call with its arguments, from the template's rendering."""
+    """Return whether a parser recovers a plain text message and a tool call with its arguments from the template's
+    rendering.
+    """
     for message in ({"content": "zq say"}, {"content": "", "tool_calls": [CALL]}):
         head, text = _written(tokenizer, {"role": "assistant", **message})
         try:
@@ -322,7 +337,7 @@ def _reads_back(tokenizer: Tokenizer, parser: Parser) -> bool:
 
 
 class ParsedMessage(dict):
-    """Message as a dict. ``raw`` is the generated text including markers, which rewards for the format need."""
+    """Parsed message as a dict. ``raw`` is the generated text including markers, which format rewards need."""
 
     raw: str = ""
 
@@ -330,8 +345,8 @@ class ParsedMessage(dict):
 def add_response_schema(processing_class: Tokenizer) -> Any:
     """Detect the response format of a tokenizer's chat template, and store it on the tokenizer for `parse_response`.
 
-    The template renders a tool call. The first parser that recovers the call defines the format. A tokenizer with its own
-    ``response_template`` is not changed.
+    A tool call is rendered with the chat template. The first parser that recovers the call defines the format. A tokenizer
+    with its own ``response_template`` is not changed.
 
     Args:
         processing_class: Tokenizer or processor. The format of a processor is stored on its tokenizer.
@@ -375,7 +390,7 @@ def _without_end(tokenizer: Tokenizer, text: str) -> str:
 
 
 def _checked(calls: Any, schemas: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Check tool calls and convert them to one form. Flat calls ``{"name", "arguments"}`` are accepted."""
+    """Check tool calls and convert them to OpenAI's form. Flat calls ``{"name", "arguments"}`` are accepted too."""
     if not isinstance(calls, list):
         raise ValueError(f"tool_calls must be a list, not {type(calls).__name__}")
     checked = []
@@ -421,7 +436,7 @@ def parse_response(
     Args:
         tokenizer: Tokenizer or processor.
         ids: Completion tokens, with or without the end-of-turn token.
-        prefix: Prompt tokens. Required if the generation prompt opens a think block.
+        prefix: Tokens or text of the prompt. Required if the generation prompt opens a think block.
         tools: Schemas or functions of the tools. Unquoted arguments are converted to the types in the schema.
 
     Returns:
@@ -447,7 +462,7 @@ def parse_response(
 
 
 def _own_parser(tokenizer: Tokenizer, text: str, prefix: str, tools: Any) -> dict[str, Any]:
-    """Parse with the tokenizer's own response template, which transformers implements."""
+    """Parse a response with the tokenizer's own response template, which transformers implements."""
     read = tokenizer.parse_response(text, prefix=prefix, tools=list(tools) if tools else None)
     if not isinstance(read, dict):
         raise ValueError(f"the tokenizer's response template returned {type(read).__name__} instead of a message")

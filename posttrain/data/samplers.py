@@ -1,4 +1,4 @@
-"""Samplers: the order of prompts in online training, and the rows that each rank evaluates."""
+"""Samplers that determine the order of prompts in online training, and the rows that each rank evaluates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# A warning is logged if more than this share of the rows is in the last chunk, which is dropped.
+# Fraction of rows. A warning is logged if the incomplete last chunk, which is dropped, contains a larger fraction of the
+# rows.
 LARGE_TAIL = 0.05
 
 
@@ -34,18 +35,19 @@ def _check_counts(**counts: int) -> None:
 
 
 class RepeatSampler(Sampler[int]):
-    """Sampler that splits a permutation into chunks. The sampler repeats each chunk, and each index inside a chunk.
+    """Sampler that splits a permutation of the rows into chunks. The sampler repeats each chunk, and each index inside a
+    chunk.
 
-    An incomplete last chunk is dropped. All permutations come from one seeded generator, so that a resumed run continues with the
-    same order as an uninterrupted run.
+    An incomplete last chunk is dropped. All permutations come from one seeded generator. A resumed run therefore continues
+    with the order of an uninterrupted run.
 
     Args:
-        data_source: Object with a length n.
+        data_source: Dataset with n rows, of which only the length is used.
         mini_repeat_count: Number of consecutive repetitions of an index (the group size).
         batch_size: Number of different indices per chunk (the prompts of one generation batch).
         repeat_count: Number of repetitions of a chunk.
         shuffle: Whether to shuffle. If False, the order is 0..n-1.
-        seed: Seed of the permutations. None uses a fixed default seed, so that two samplers without a seed agree.
+        seed: Seed of the permutations. None: a fixed default seed, so that two samplers without a seed yield the same order.
 
     Raises:
         ConfigError: A count is below 1.
@@ -69,7 +71,8 @@ class RepeatSampler(Sampler[int]):
         self.mini_repeat_count, self.batch_size, self.repeat_count = mini_repeat_count, batch_size, repeat_count
         self.shuffle, self.seed = shuffle, seed
         self._epoch = 0
-        # Number of permutations so far. `_state` is the state of the random generator after the last permutation.
+        # `_drawn` is the number of permutations so far. `_state` is the state of the random generator after the last
+        # permutation.
         self._drawn = 0
         self._state: torch.Tensor | None = None
         self._check_size()
@@ -97,7 +100,9 @@ class RepeatSampler(Sampler[int]):
         self._epoch = epoch
 
     def _permutation(self, epoch: int) -> list[int]:
-        """Return the permutation of an epoch. Permutations of later epochs are generated from the stored generator state."""
+        """Return the permutation of an epoch. For a later epoch than the last one, generation continues from the stored
+        generator state.
+        """
         if not self.shuffle:
             return list(range(self.num_samples))
         generator = torch.Generator()
@@ -146,7 +151,8 @@ def repeat_iterable_dataset(
     """Repeat the rows of a stream in the order of an unshuffled `RepeatSampler`. An incomplete last chunk is dropped.
 
     Repeated rows are deep copies, so that changing a row does not change its repetitions. ``set_epoch`` is passed to the
-    upstream dataset. ``dispatch_batches=False`` and ``num_workers=0`` are required, because groups would otherwise be mixed.
+    upstream dataset. The data loader must use ``dispatch_batches=False`` and ``num_workers=0``, because groups would otherwise
+    be mixed.
 
     Args:
         dataset: An ``IterableDataset``.
@@ -167,10 +173,10 @@ def repeat_iterable_dataset(
 
 @dataclass(frozen=True)
 class EvalShard:
-    """Rows of an evaluation set that one rank evaluates: ``size`` consecutive rows out of every ``size * world`` rows.
+    """Selection of the evaluation rows of one rank: ``size`` consecutive rows out of every ``size * world`` rows.
 
-    In an incomplete last round, the groups are distributed evenly. No row is evaluated twice. All ranks have the same number of
-    batches, but the last batch of a rank may be empty.
+    If fewer than ``size * world`` rows remain at the end, their groups are distributed evenly over ranks. No row is evaluated
+    twice. All ranks have the same number of batches, but the last batch of a rank may be empty.
 
     Attributes:
         size: Number of rows per batch.
@@ -188,21 +194,21 @@ class EvalShard:
     group: int = 1
 
     def parts(self, items: Iterable[Any]) -> Iterator[list[Any]]:
-        """Yield the batches of this rank."""
+        """Yield the batches of items of this rank."""
         iterator, whole = iter(items), self.size * self.world
         while len(rows := list(itertools.islice(iterator, whole))) == whole:
             yield rows[self.rank * self.size : (self.rank + 1) * self.size]
-        if rows:  # Kept with ``dataloader_drop_last`` too, which is about training steps.
+        if rows:  # ``dataloader_drop_last`` only applies to training.
             groups = -(-len(rows) // self.group)
             start, end = (-(-groups * rank // self.world) * self.group for rank in (self.rank, self.rank + 1))
             yield rows[start:end]
 
 
 class ShardedStream(IterableDataset):
-    """Stream of one rank's batches. A batch is a list of rows. Every rank reads the whole stream.
+    """Stream of one rank's batches, each a list of rows. Every rank reads the whole stream.
 
     Args:
-        stream: Iterable of rows, the same on every rank.
+        stream: Iterable of rows, which must yield the same rows on every rank.
         shard: Selection of this rank's rows.
     """
 
@@ -218,7 +224,9 @@ STREAMED = 64
 
 
 def longest_examples(dataset: AnyDataset, count: int, id_columns: Collection[str] = TOKENIZED) -> list[dict[str, Any]]:
-    """Return the ``count`` longest rows, in tokens if rows are tokenized, else in characters. A stream is read up to row 64."""
+    """Return the ``count`` longest rows. Length is measured in tokens if rows are tokenized, otherwise in characters. Only
+    the first 64 rows of a stream are read.
+    """
     if isinstance(dataset, datasets.IterableDataset) or not isinstance(dataset, Sized):
         drawn = list(itertools.islice(dataset, STREAMED))
         ids = [{k: v for k, v in row.items() if k in id_columns} or row for row in drawn]
@@ -234,7 +242,7 @@ def longest_examples(dataset: AnyDataset, count: int, id_columns: Collection[str
 
 
 def weight(example: Any) -> int:
-    """Count the tokens or characters in a nested value.
+    """Count the token ids or characters in a nested value.
 
     >>> weight({"input_ids": [1, 2, 3]}), weight({"messages": [{"role": "user", "content": "Hello"}]})
     (3, 9)
@@ -252,7 +260,8 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
     """Check that a dataset has usable prompts, and return its first rows.
 
     Raises:
-        DataError: There are no rows, no ``prompt`` column, or a prompt without tokens, or only some prompts are conversational.
+        DataError: The dataset has no rows or no ``prompt`` column, a prompt has no tokens, or only some prompts are
+            conversational.
         ModelError: Prompts are conversational and the tokenizer has no chat template.
     """
     head = list(itertools.islice(dataset, 2))
@@ -296,7 +305,9 @@ def _check_prompt(prompt: Any, index: int, name: str, chat: bool, tokenizer: Tok
 
 
 def with_lengths(dataset: AnyDataset, name: str) -> Any:
-    """Add a column ``name`` with row lengths, which length-grouped samplers need. A column of that name is not replaced."""
+    """Add a column ``name`` with row lengths, which length-grouped samplers need. An existing column of that name is not
+    replaced.
+    """
     known = known_columns(dataset)
     if {name, "input_ids"} & set(known):
         return dataset
@@ -309,8 +320,7 @@ Origin = tuple[int, int]  # A position in a `PromptStream`: epoch, and index wit
 
 
 class PromptStream:
-    """Endless stream of prompts. The stream's order is the same on every rank, and its position is saved in
-    checkpoints.
+    """Endless stream of prompts. All ranks get the same order, and the position in the stream is saved in checkpoints.
 
     Args:
         dataset: Map-style dataset or stream.
@@ -326,7 +336,7 @@ class PromptStream:
         self.dataset, self.seed, self.shuffle = dataset, seed, shuffle
         self.passes = self.position = 0
         self._rows: Iterator[dict[str, Any]] | None = None
-        # Number of the current epoch, and the order of the rows in it.
+        # Number of the current epoch, and the order of rows in this epoch.
         self._ordered: tuple[int, list[int]] | None = None
 
     def take(self, count: int) -> list[dict[str, Any]]:
@@ -334,7 +344,7 @@ class PromptStream:
         return [self.next()[1] for _ in range(count)]
 
     def next(self) -> tuple[Origin, dict[str, Any]]:
-        """Return the next row and its origin."""
+        """Return the origin of the next row, and the row."""
         if self._rows is None:
             self._rows = self._rest_of_pass()
         row = next(self._rows, None)
@@ -347,7 +357,7 @@ class PromptStream:
         return (self.passes, self.position - 1), row
 
     def at(self, origin: Origin) -> dict[str, Any]:
-        """Return the row at an origin. Only for map-style datasets."""
+        """Return the row at an origin. The method requires a map-style dataset."""
         passes, position = origin
         return self.dataset[self._order(passes)[position]]
 
@@ -373,5 +383,5 @@ class PromptStream:
         return {"passes": self.passes, "position": self.position}
 
     def load(self, state: dict[str, int]) -> None:
-        """Restore a position returned by `state`."""
+        """Restore a position that `state` returned."""
         self.passes, self.position, self._rows = state["passes"], state["position"], None

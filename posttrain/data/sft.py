@@ -1,4 +1,4 @@
-"""Prepare datasets for supervised fine-tuning: render the rows, tokenize them, and create labels."""
+"""Preparation of datasets for supervised fine-tuning: rendering, tokenization, and labels."""
 
 from __future__ import annotations
 
@@ -71,18 +71,20 @@ MASKED = "without a trained token"
 
 @dataclass(frozen=True)
 class SupervisedOptions:
-    """Options for tokenizing SFT rows. The hash depends only on the values, so that the cache fingerprint is reproducible.
+    """Options for tokenizing SFT rows. The hash of this object depends only on the values of its fields, so that cache
+    fingerprints are reproducible.
 
     Attributes:
         dataset_text_field: Name of the column with plain text.
-        completion_only_loss: Whether to train only the completion. None: True if the rows have a completion.
+        completion_only_loss: Whether to train only the completion. None: only the completion is trained if the rows have
+            one.
         assistant_only_loss: Whether to train only assistant turns.
-        max_length: Maximum number of tokens per row. None does not truncate.
+        max_length: Maximum number of tokens per row. None: rows are not truncated.
         truncation_mode: ``keep_start`` or ``keep_end``.
         packing: Strategy of `pack_dataset`, or None.
-        chat_template: Template for tokenizing. The template renders the same text as the tokenizer's template, and
-            marks assistant turns.
-        allow_untrained_stop: Whether it is allowed that ``assistant_only_loss`` trains no end-of-turn token.
+        chat_template: Template for tokenizing that renders the same text as the tokenizer's template and marks assistant
+            turns. None: the tokenizer's template is used.
+        allow_untrained_stop: Whether to allow that no end-of-turn token is trained with ``assistant_only_loss``.
     """
 
     dataset_text_field: str = "text"
@@ -96,13 +98,13 @@ class SupervisedOptions:
 
     @property
     def cut(self) -> int | None:
-        """Number of tokens to which rows are truncated. The result is None if the packing strategy splits long rows."""
+        """Number of tokens to which rows are truncated. None if the packing strategy splits long rows instead."""
         return None if self.packing in ("bfd_split", "wrapped") else self.max_length
 
 
 @dataclass(slots=True)
 class _Plan:
-    """Row after rendering and before tokenizing."""
+    """Intermediate form of a row, after rendering and before tokenizing."""
 
     text: str | None = None
     head: str | None = None
@@ -114,14 +116,16 @@ class _Plan:
 
     @property
     def texts(self) -> list[str]:
-        """Texts to tokenize."""
+        """Texts of the row that must be tokenized."""
         return [text for text in (self.text, self.head) if text is not None]
 
 
 def label_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, options: SupervisedOptions
 ) -> dict[str, list]:
-    """Compute ``input_ids``, ``labels`` (token id, or -100 for tokens that are not trained), and counters for the report."""
+    """Compute the columns ``input_ids`` and ``labels`` and the counters for the report. The label of a token is its id, or
+    -100 if the token is not trained.
+    """
     rows, plans = [], []
     for index, example in given_rows(batch, indices):
         none = sorted(set(batch) - {ROW, *example})
@@ -225,7 +229,9 @@ def _labelled(
     options: SupervisedOptions,
     ends: set[int],
 ) -> dict[str, Any]:
-    """Create the columns of a tokenized row: exactly one bos and one eos, labels without the prompt, and truncation."""
+    """Create the columns of a tokenized row. Plain text gets exactly one eos token and no second bos token, the prompt is
+    excluded from labels, and long rows are truncated.
+    """
     ids, head, double_bos = plan.ids or [], [], False
     if plan.text is not None:
         ids, *texts = texts
@@ -239,7 +245,8 @@ def _labelled(
             open_end(head, plan.head or "", tokenizer),
         )
     mask = [1] * len(ids) if plan.mask is None else plan.mask
-    # The end of the prompt may differ if a completion follows, because tokens can merge or the template can change the text.
+    # If a completion follows, the tokens at the end of the prompt may differ, because tokens can merge or the template can
+    # change the text.
     boundary = common_prefix(head, ids)
     if options.completion_only_loss is not False:
         mask = [0] * boundary + mask[boundary:]
@@ -265,7 +272,7 @@ def _labelled(
 
 
 DEFAULTS = SupervisedOptions()
-# Maximum share of rows in which more than half of the prompt is tokenized differently than with the completion.
+# Maximum fraction of rows in which more than half of the prompt's tokens change if the completion follows.
 DIVERGED_MOST = 0.5
 
 
@@ -276,13 +283,14 @@ HINT = "Check completion_only_loss, assistant_only_loss, max_length and the mask
 
 
 def with_training_template(options: SupervisedOptions, tokenizer: Tokenizer) -> SupervisedOptions:
-    """Add a chat template that marks assistant turns to the options, if it is needed and the tokenizer's template has no marks.
+    """Add a chat template that marks assistant turns to the options. Nothing is added without ``assistant_only_loss``, or if
+    the tokenizer's template already marks assistant turns.
 
-    This template is used only for tokenizing. The tokenizer that is saved with the model keeps its own template.
+    The added template is used only for tokenizing. The tokenizer that is saved with the model keeps its own template.
     """
     if not options.assistant_only_loss or has_generation_markers(tokenizer.chat_template):
         return options
-    # Ignore an error about this message, but raise an error if the template is not valid Jinja.
+    # Ignore an error if the template rejects this message, but raise an error if the template is not valid Jinja.
     with suppress(DataError):
         render(tokenizer, [{"role": "user", "content": "q"}])
     return replace(options, chat_template=get_training_chat_template(tokenizer))
@@ -305,14 +313,14 @@ def prepare_sft_dataset(
         tokenizer: Tokenizer. The tokenizer needs a chat template if rows are conversational.
         options: Options for tokenizing.
         name: Name of the dataset in messages.
-        formatting_func: Function that converts a row to a text. All columns of the row are dropped. Functions that expect
-            batches of rows, as in TRL before 0.20, are detected and called with batches of one row.
+        formatting_func: Function that converts a row to a text. The columns of the row are then dropped. Functions that
+            expect batches of rows, as in TRL before 0.20, are detected and called with batches of one row.
         num_proc: Number of processes.
         seed: Random seed for shuffling packed rows.
 
     Returns:
-        The dataset with the columns ``input_ids`` and ``labels`` (and ``seq_lengths`` if packed), and a report. The rows of a
-        stream are not counted.
+        The dataset with the columns ``input_ids`` and ``labels`` (and ``seq_lengths`` if packed), and a report. The report
+        does not count the rows of a stream.
 
     Raises:
         DataError: A row is invalid, options contradict the rows, or no row remains. The error contains the reasons.
@@ -353,7 +361,7 @@ def prepare_sft_dataset(
 def _log_form(
     first: dict[str, Any], name: str, options: SupervisedOptions, formatting: Callable[[dict], str] | None
 ) -> None:
-    """Warn if rows contain several forms of text. Only one of them is used."""
+    """Warn if rows contain columns for several dataset types, of which only one is used, e.g. ``messages`` and ``text``."""
     forms = [("input_ids",), ("messages",), ("prompt", "completion"), (options.dataset_text_field,)]
     if is_conversational_from_value(first):
         forms.insert(1, ("conversations",))
@@ -381,8 +389,8 @@ def _split(kept: Any, size: int, report: PreparationReport, extra: dict[str, Any
 
 
 def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
-    """Check rows that skipped preparation. Without this check, such rows could train every token, or no token,
-    unnoticed.
+    """Check rows that skipped preparation (``skip_prepare_dataset``). Without this check, all tokens or no tokens of such
+    rows could be trained unnoticed.
 
     Args:
         dataset: Dataset with ids and labels.
@@ -390,7 +398,7 @@ def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
         vocabulary: Number of tokens in the tokenizer's vocabulary.
 
     Raises:
-        DataError: ``input_ids`` is missing, there are masks but no ``labels``, an id is invalid, or no token is trained.
+        DataError: ``input_ids`` is missing, the rows have masks but no ``labels``, an id is invalid, or no token is trained.
     """
     first_row(dataset, name)
     columns = get_dataset_column_names(dataset)
@@ -424,8 +432,8 @@ def _one_of_batch(function: Callable[[dict], Any]) -> Callable[[dict], str]:
 
 
 def _takes_batches(function: Callable[[dict], Any], row: dict[str, Any]) -> bool:
-    # Try a single row first. With a batch, an expression such as ``row["text"][:9]`` would silently return a list with one
-    # text.
+    # Try a single row first. For a batch, a function for single rows such as ``row["text"][:9]`` would silently return a
+    # list with one text.
     with suppress(Exception):
         if isinstance(function(dict(row)), str):
             return False
@@ -473,7 +481,7 @@ def _check_options(dataset: AnyDataset, first: dict, name: str, options: Supervi
 def _report_dropped(
     report: PreparationReport, mapped: Any, counts: dict[str, Any], options: SupervisedOptions, tokenizer: Tokenizer
 ) -> None:
-    """Log the results of preparation, with one warning per kind of problem."""
+    """Log the statistics of preparation, with one warning per kind of problem."""
     name, n = report.name, report.rows_in
     logger.info(
         "%s dataset: %d of %d tokens are trained (%.1f %%).",
@@ -539,10 +547,10 @@ def _warn_divergence(report: PreparationReport, lost: int, tail: str) -> None:
 
 
 def document_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
-    """Convert tokenized examples to rows without a shared prompt. Packed examples are split into documents.
+    """Convert each tokenized example to a row without a prompt. Packed examples are split into documents, one per row.
 
     Raises:
-        DataError: A label is neither its token nor -100. The error contains the number of the example.
+        DataError: A label is neither the id of its token nor -100. The error contains the number of the example.
     """
     rows = []
     for index, example in enumerate(examples):

@@ -1,4 +1,6 @@
-"""Chat templates for training: known template families, properties of a template, and a check of its effect on rows."""
+"""Chat templates for training: known template families, tests of a template's properties, and a check of a template on
+dataset rows.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,15 @@ class Probe:
     """Conversation with which a chat template is tested.
 
     Attributes:
-        name: Name of the tested property.
+        name: Name of the property that the probe tests.
         messages: Messages of the conversation.
         ask: Whether to render the generation prompt.
         tools: Tools passed to the template.
         kwargs: Additional arguments of the template.
-        shown: Words that the rendering must contain. If a template omits them, this probe is skipped for the template.
-        history: Whether an assistant turn precedes the last assistant turn.
-        required: Whether a template must accept this probe to belong to a family.
+        shown: Words that the rendering must contain. If a template omits these words, the probe is skipped for this
+            template.
+        history: Whether the conversation has an assistant turn before the last assistant turn.
+        required: Whether a template that rejects this probe cannot belong to any family.
     """
 
     name: str
@@ -65,7 +68,9 @@ class Probe:
     required: bool = False
 
     def is_shown(self, text: str) -> bool:
-        """Return whether a rendering contains the expected words as text. A printed list of content blocks does not count."""
+        """Return whether a rendering contains the expected words as text. Return False for a rendering that prints content
+        blocks as a list.
+        """
         as_text = '"type": "text"' not in text and "'type': 'text'" not in text
         return as_text and all(word in text for word in self.shown)
 
@@ -74,7 +79,7 @@ FOLDER = Path(__file__).parent / "chat_templates"
 PROBES = tuple(Probe(**probe) for probe in json.loads((FOLDER / "probes.json").read_text(encoding="utf-8")))
 TWO_TURNS = next(probe.messages for probe in PROBES if probe.name == "two turns")
 TOOL_CALL = next(i for i, probe in enumerate(PROBES) if probe.name == "a tool call")
-# Placeholder value of a setting. It is searched in the rendered text to locate the setting.
+# Placeholder value that locates a family's setting in the rendered text.
 SENTINEL = "zq7 setting zq8"
 THINK_BLOCK = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
 GLM_MARKERS = ("<|user|>", "<|observation|>")
@@ -85,14 +90,16 @@ def _exact(ours: str, theirs: str, history: bool) -> bool:
 
 
 def _qwen3(ours: str, theirs: str, history: bool) -> bool:
-    """Compare without think blocks in earlier turns, because the published template omits these blocks and the training
-    template keeps them.
+    """Compare two renderings without think blocks in earlier turns. The published template omits these blocks, and the
+    training template keeps them.
     """
     return ours == theirs or (history and THINK_BLOCK.sub("", ours) == THINK_BLOCK.sub("", theirs))
 
 
 def _glm(ours: str, theirs: str, history: bool) -> bool:
-    """Compare up to a final marker, because the training template ends the last assistant turn with the next turn's marker."""
+    """Compare two renderings without a final marker. The training template ends the last assistant turn with the next turn's
+    marker.
+    """
     return ours == theirs or any(ours == theirs + marker for marker in GLM_MARKERS)
 
 
@@ -103,11 +110,11 @@ class Family:
     Attributes:
         name: Common name of the family.
         file: File name of the training template in ``chat_templates``, without extension.
-        setting: Template variable whose value differs between checkpoints of the family (a default system text or a date). The
-            value is read from the tokenizer's template.
-        fixed: Values of template variables that select this family, if several families share a file.
-        same: Function that returns whether the renderings of the training template and the published template are equivalent.
-            The third argument is `Probe.history`.
+        setting: Name of the template variable whose value differs between checkpoints of the family, e.g. a default system
+            text or a date. The value is read from the tokenizer's template.
+        fixed: Values of template variables that select this family if several families share a template file.
+        same: Function that returns whether two renderings are equivalent. The arguments of ``same`` are the rendering of the
+            training template, the rendering of the published template, and `Probe.history`.
     """
 
     name: str
@@ -117,7 +124,8 @@ class Family:
     same: Callable[[str, str, bool], bool] = _exact
 
 
-# Families with simple formats come first. A template that ignores tools would also match families with more complex formats.
+# Families with simple formats come first, because a template that ignores tools would match families with more complex
+# formats too.
 FAMILIES = (
     Family("ChatML", "chatml", "default_system"),
     Family("Qwen2.5", "qwen2_5", "default_system"),
@@ -169,19 +177,21 @@ def _rendered(tokenizer: Tokenizer, template: str, probe: Probe, **settings: str
 
 
 def _setting(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> dict[str, str]:
-    """Read a checkpoint's value of the family's setting from the rendering of the first probe."""
+    """Read the checkpoint's value of the family's setting from the template's rendering of the first probe."""
     text = training_template(family)
     if family.setting is None or theirs[0] is None or _rendered(tokenizer, text, PROBES[0]) == theirs[0]:
         return {}
     marked = _rendered(tokenizer, text, PROBES[0], **{family.setting: SENTINEL})
     before, _, after = (marked or "").partition(SENTINEL)
-    # If the template belongs to another family, this value is meaningless. Later probes will then not match.
+    # If the template does not belong to the family, the value of the setting is meaningless, and later probes do not match.
     return {family.setting: theirs[0][len(before) : len(theirs[0]) - len(after)]}
 
 
 @dataclass(frozen=True)
 class Match:
-    """Result of comparing a family with a template: number of matching probes, and the first difference (ours, theirs)."""
+    """Result of comparing a family with a chat template: the number of matching probes and the first difference. The
+    difference contains the probe's name, our rendering and the template's rendering.
+    """
 
     family: Family
     template: str
@@ -211,7 +221,9 @@ def _match(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> Ma
 
 
 def best_match(tokenizer: Tokenizer, template: str) -> Match:
-    """Return the first family that matches on every probe, or else the family with the most matching probes."""
+    """Compare all families with a chat template. Return the first exact match, or otherwise the match with the most matching
+    probes.
+    """
     theirs = [_rendered(tokenizer, template, probe) for probe in PROBES]
     # Templates that concatenate the arguments of a call with strings require JSON text.
     if theirs[TOOL_CALL] is None:
@@ -227,7 +239,7 @@ def best_match(tokenizer: Tokenizer, template: str) -> Match:
 
 
 def _trained(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
-    """Return the tokens of the assistant's turns, or an empty list if the turns cannot be located."""
+    """Return the tokens of all assistant turns of a conversation, or an empty list if the turns cannot be located."""
     try:
         ids, mask = assistant_mask(tokenizer, messages)
     except Exception:
@@ -243,7 +255,9 @@ DIALOGUE = (
 
 
 def _structured(processing_class: Tokenizer, messages: list[dict[str, Any]], image: Any = None) -> list[dict[str, Any]]:
-    """Convert messages to the form that a processor expects, with content blocks. ``image`` becomes the first block."""
+    """Convert messages to content blocks for a processor. ``image`` becomes the first block. For a tokenizer, return messages
+    unchanged.
+    """
     if inner_tokenizer(processing_class) is processing_class:
         return messages
     blocks = as_blocks(messages)
@@ -253,7 +267,9 @@ def _structured(processing_class: Tokenizer, messages: list[dict[str, Any]], ima
 
 
 def _holds_for_dialogue(holds: Callable[[list[dict[str, Any]]], bool]) -> bool:
-    """Evaluate a predicate on `DIALOGUE`, also with arguments as JSON text. Return False if the template rejects both."""
+    """Evaluate a predicate on `DIALOGUE`. If the template raises a TypeError, evaluate the predicate with tool arguments as
+    JSON text. Return False if the template rejects both.
+    """
     try:
         try:
             return holds(list(DIALOGUE))
@@ -278,7 +294,7 @@ def supports_tool_calling(processing_class: Tokenizer) -> bool:
 
 
 def is_chat_template_prefix_preserving(processing_class: Tokenizer) -> bool:
-    """Return whether the tokens of a tool call stay the same when the result of the call follows.
+    """Return whether the tokens of a tool call do not change when the result of the call follows.
 
     Multi-turn training with tools concatenates the tokens of turns. The tokens of earlier turns must therefore not change when
     the conversation continues.
@@ -305,13 +321,13 @@ def is_chat_template_prefix_preserving(processing_class: Tokenizer) -> bool:
 
 
 def is_chat_template_stop_token_trained(processing_class: Tokenizer, chat_template: str | None = None) -> bool:
-    """Return whether an assistant turn ends with a trained special token, such as ``<|im_end|>``.
+    """Return whether the last trained token of an assistant turn is an added token, such as ``<|im_end|>``.
 
-    Without this token in training, the model does not learn to stop.
+    If no end-of-turn token is trained, the model does not learn to stop.
 
     Args:
         processing_class: Tokenizer or processor. Templates are not tested with images.
-        chat_template: Template to check. If None, the tokenizer's template is checked.
+        chat_template: Template to check. None: the tokenizer's template.
     """
     tokenizer = with_template(processing_class, chat_template or template_text(processing_class))
     trained = _trained(tokenizer, TWO_TURNS[:3])
@@ -323,14 +339,14 @@ def is_chat_template_stop_token_trained(processing_class: Tokenizer, chat_templa
 def get_training_chat_template(
     processing_class: Tokenizer | None = None, tokenizer: Tokenizer | None = None
 ) -> str | None:
-    """Return the chat template to use for training, or None if the tokenizer's own template can be used.
+    """Return the chat template for training, or None if the tokenizer's own template can be used.
 
     The tokenizer's own template can be used in two cases:
 
-    - The template marks assistant turns and, if it supports tools, the rendering of a conversation does not change when the
+    - The template marks assistant turns. If it supports tools, the rendering of a conversation also must not change when the
       conversation continues.
-    - The template has no markers and belongs to no known family, but assistant turns can be located from the offsets of tokens
-      (see `posttrain.data.chat.assistant_mask`).
+    - The template has no markers and belongs to no known family, but token offsets locate the assistant turns (see
+      `posttrain.data.chat.assistant_mask`).
 
     A training template renders the same text as the published template, with two exceptions: it does not omit the reasoning of
     earlier turns, and the end-of-turn token is always part of the assistant's turn.
@@ -340,7 +356,7 @@ def get_training_chat_template(
         tokenizer: Deprecated name of ``processing_class``.
 
     Raises:
-        ArgumentTypeError: Neither argument is passed, or both are.
+        ArgumentTypeError: Neither or both of the two arguments are passed.
         ModelError: The tokenizer has no template, or the template belongs to no known family and its assistant turns cannot be
             located. The error contains the closest family and the first difference.
     """
@@ -391,11 +407,11 @@ def _unknown(match: Match, marked: bool, tools_fit: bool) -> str:
 
 @dataclass
 class TemplateReport:
-    """Problems of a chat template on the first rows of a dataset.
+    """Problems of a chat template that `check_template` found on the first rows of a dataset.
 
     Attributes:
-        rows: Number of conversational rows checked.
-        findings: Problems, most severe first.
+        rows: Number of conversational rows that were checked.
+        findings: Problems in the order of `PROBLEMS`.
     """
 
     rows: int = 0
@@ -403,11 +419,11 @@ class TemplateReport:
 
     @property
     def fatal(self) -> list[Finding]:
-        """Findings that would make training silently wrong."""
+        """Findings with severity ``error``, i.e. problems that would make training silently wrong."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
     def raise_fatal(self) -> None:
-        """Raise a `ModelError` with all fatal findings, if there are any."""
+        """Raise a `ModelError` that lists all fatal findings, unless there are none."""
         if self.fatal:
             raise ModelError("the chat template cannot be used for training:\n" + _listed(self.fatal))
 
@@ -422,8 +438,9 @@ def _listed(findings: list[Finding]) -> str:
 
 
 Severity = Literal["info", "warning", "error"]
-SPOKEN = ("user", "assistant")  # Roles whose text every rendering contains.
-# Each entry maps a code to the severity with assistant-only loss, the severity otherwise, the problem, its effect and the fix.
+SPOKEN = ("user", "assistant")  # Roles whose text must be in every rendering.
+# Problems by code. Each value contains the severity with assistant-only loss, the severity without assistant-only loss, the
+# problem, its effect and the fix.
 PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
     "PT-K111": (
         "error",
@@ -508,13 +525,13 @@ PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
 def check_template(
     processing_class: Tokenizer, rows: Iterable, *, assistant_only: bool = False, turns: bool = True, limit: int = 32
 ) -> TemplateReport:
-    """Check a chat template on the first conversational rows: turn boundaries, markers, special tokens, and omitted content.
+    """Check a chat template on the first conversational rows of a dataset. The checks cover turn boundaries, markers, special
+    tokens, and omitted content.
 
     Args:
         processing_class: Tokenizer or processor.
         rows: Dataset rows with ``messages``, or ``prompt`` with ``completion`` or ``chosen``. Other rows are skipped.
-        assistant_only: Whether only assistant turns are trained. If only assistant turns are trained, problems with
-            markers are fatal.
+        assistant_only: Whether only assistant turns are trained. If True, problems with markers are fatal.
         turns: Whether to check where turns begin and end. If False, only omitted content and the bos token are checked.
         limit: Maximum number of rows to check.
 
@@ -549,7 +566,7 @@ def _finding(code: str, rows: list[int], assistant_only: bool) -> Finding:
 
 
 def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[str, Any]] | None:
-    """Return the messages of a row, the index of the first trained message, and the arguments for the template."""
+    """Return the messages of a row, the index of the first message that may be trained, and the arguments for the template."""
     answer = row.get("completion") or row.get("chosen") or []
     prompt = row.get("messages") or row.get("prompt") or []
     if not (is_messages(prompt or answer) and (not answer or is_messages(answer))):
@@ -563,7 +580,7 @@ def _row_problems(
     ids_of = cache(lambda text: encode(tokenizer, [text], special=False)[0])
 
     @cache
-    # The result is cached, because the same boundary is requested several times.
+    # Cache the result, because the same boundary is requested several times.
     def begun(count: int, asks: bool) -> str:
         return render(tokenizer, messages[:count], add_generation_prompt=asks, **kwargs)
 
@@ -575,7 +592,7 @@ def _row_problems(
     names = [t.__name__ if callable(t) else (t.get("function") or t).get("name", "") for t in kwargs["tools"] or ()]
     if names and not any(name in text for name in names):
         codes.add("PT-K120")
-    # Compare only the last word of each message, because templates may trim or escape a text, or remove its reasoning.
+    # Search only the last word of each message, because templates may trim or escape a text, or remove its reasoning.
     texts = [
         m["content"].rpartition("</think>")[2]
         for m in messages
@@ -605,7 +622,7 @@ def _row_problems(
 
 
 def _losses(text: str, messages: list[dict[str, Any]]) -> set[str]:
-    """Return the codes of problems with content in trained turns that the rendering omits."""
+    """Return the codes of problems with trained turns whose reasoning or tool calls are missing from the rendering."""
     codes = set()
     for message in messages:
         if message["role"] != "assistant":

@@ -1,8 +1,8 @@
-"""Prefix trees of token sequences. Common prefixes are stored once, at every depth of the tree.
+"""Prefix trees of token sequences. At every depth of a tree, a common prefix is stored only once.
 
 Prompts may share a prefix, such as a system prompt. A prompt may also contain the completion of another row: in a multi-turn
 episode, the next prompt begins with the previous turn. Two completions never share a token, even if their ids are equal,
-because each completion trains the token with its own values.
+because each completion has its own values per token, e.g. advantages.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from posttrain.types import Row
 if TYPE_CHECKING:
     from posttrain.types import Batch, Segment
 
-# Rows are joined only if they share at least this number of tokens. For a shorter prefix, an additional segment costs more than
+# Minimum number of common tokens for joining rows. If rows share a shorter prefix, an additional segment costs more than
 # sharing saves.
 SHARED_LEAST = 16
-# Maximum share of tokens that may be added when a long tree is split and its prompt repeated. Memory and time grow with the
-# tokens of a pass. Example: with a prompt of 400 tokens and 8 answers of 1,024 tokens, three passes need a third of the
-# activation memory and 9 % more tokens.
+# Maximum fraction of tokens that may be added by splitting a long tree, because each part repeats the prompt. Memory and
+# time of a pass grow with its number of tokens. Example: a tree with a prompt of 400 tokens and 8 answers of 1,024 tokens is
+# split into three passes. The three passes need a third of the activation memory and 9 % more tokens.
 REPEATED_MOST = 0.1
 
 
@@ -61,7 +61,7 @@ class Node:
         children: Nodes that continue this node. If a prompt split a completion, the rest of the completion is the first child,
             so that the tokens of the completion are adjacent.
         empty: Completions without tokens whose prompt ends in this node.
-        trained: Whether the node belongs to a prompt that is trained. The prompt is trained once, together with
+        trained: Whether the node contains prompt tokens that may be in the loss. A prompt is trained only once, together with
             the row's first completion.
     """
 
@@ -74,7 +74,7 @@ class Node:
     trained: bool = False
 
     def cut(self, length: int) -> None:
-        """Keep the first ``length`` tokens. Move the remaining tokens and the children to a new child."""
+        """Split the node after its first ``length`` tokens. The remaining tokens and the children are moved to a new child."""
         rest = Node(self.ids[length:], self.row, self.member, self.start + length, self.children, self.empty)
         self.ids, self.children, self.empty = self.ids[:length], [rest], []
 
@@ -84,8 +84,8 @@ class Tree:
     """Prefix tree.
 
     Attributes:
-        root: Node with the first tokens.
-        size: Number of tokens. Shared tokens count once.
+        root: Node with the first tokens of all sequences.
+        size: Number of tokens. A token that several sequences share is counted once.
         longest: Number of tokens of the longest sequence.
         members: Completions in the tree.
     """
@@ -97,20 +97,20 @@ class Tree:
 
 
 def grow(members: Sequence[Member], *, most: int, joined: int, comfortable: int = 0) -> list[Tree]:
-    """Build prefix trees of the completions of several rows.
+    """Build prefix trees from the prompts and completions of several rows.
 
     Args:
         members: Completions in the order of rows. The completions of a row are adjacent.
-        most: Maximum number of tokens of a tree with completions of one row. Further completions are put into additional trees,
-            which repeat the prompt.
-        joined: Maximum number of tokens of a tree with completions of several rows. 0 does not join rows.
-        comfortable: Number of tokens above which a tree is also split if this repeats few tokens (see `REPEATED_MOST`). 0 does
-            not split for this reason.
+        most: Maximum number of tokens of a tree with completions of a single row. If they do not fit, the remaining
+            completions are put into additional trees, which repeat the prompt.
+        joined: Maximum number of tokens of a tree with completions of several rows. 0: rows are not joined.
+        comfortable: Number of tokens above which a tree is split if splitting repeats only few tokens (see `REPEATED_MOST`).
+            0: trees are split only if they exceed ``most``.
     """
     trees: list[Tree] = []
     beginnings: dict[tuple[int, ...], list[Tree]] = {}
-    # Process short prompts first. If a longer prompt contains another row's completion, this completion is then already in a
-    # tree.
+    # Process short prompts first. If a longer prompt contains another row's completion, a tree then already contains this
+    # completion.
     for row in sorted(_by_row(members), key=lambda row: len(row[0].row.prompt_ids)):
         first = row[0].row
         begins = tuple(first.prompt_ids[:SHARED_LEAST])
@@ -138,9 +138,10 @@ def _by_row(members: Sequence[Member]) -> Iterator[list[Member]]:
 
 
 def _cheap_split(row: list[Member], comfortable: int) -> int:
-    """Return the maximum tree size for splitting a row without repeating more tokens than `REPEATED_MOST` allows.
+    """Return the maximum size of the trees into which a row is split, so that at most the fraction `REPEATED_MOST` of tokens
+    is repeated.
 
-    Each of the resulting trees contains on average at least ``comfortable`` tokens of answers.
+    On average, each of the resulting trees contains at least ``comfortable`` answer tokens.
     """
     prompt, answers = len(row[0].row.prompt_ids), [len(member.ids) for member in row]
     size = prompt + sum(answers)
@@ -153,7 +154,7 @@ def _cheap_split(row: list[Member], comfortable: int) -> int:
 
 
 def _parts(row: list[Member], most: int) -> Iterator[list[Member]]:
-    """Yield the completions of each tree into which a row is split."""
+    """Split the completions of a row into the completions of trees of up to ``most`` tokens."""
     start, prompt = 0, len(row[0].row.prompt_ids)
     size = prompt + len(row[0].ids)
     for stop in range(1, len(row) + 1):
@@ -173,7 +174,7 @@ def _plant(members: list[Member]) -> Tree:
 
 
 def _hang(tree: Tree, node: Node, members: list[Member]) -> None:
-    """Add completions as children of the last node of their prompt."""
+    """Add completions to a tree as children of ``node``, which is the last node of their prompt."""
     tree.members += members
     for member in members:
         if member.ids:
@@ -185,7 +186,9 @@ def _hang(tree: Tree, node: Node, members: list[Member]) -> None:
 
 
 def _join(tree: Tree, members: list[Member], most: int) -> bool:
-    """Add a row to a tree if they share enough tokens and the tree keeps at most ``most`` tokens. Return whether it was added."""
+    """Add a row to a tree if both share enough tokens and the tree does not exceed ``most`` tokens. Return whether the row
+    was added.
+    """
     row, answers = members[0].row, sum(len(member.ids) for member in members)
     prompt, depth, node = row.prompt_ids, 0, tree.root
     shared = _shared(node, row, 0)
@@ -214,7 +217,7 @@ def _join(tree: Tree, members: list[Member], most: int) -> bool:
 
 
 def _shared(node: Node, row: Row, depth: int) -> int:
-    """Count the first tokens of a node that are equal to the prompt's tokens starting at ``depth``."""
+    """Count how many of a node's first tokens equal the tokens of a row's prompt from index ``depth`` on."""
     prompt, ids = row.prompt_ids, node.ids
     most = min(len(ids), len(prompt) - depth, *(_first_picture(one, row, depth) for one in (node, row)))
     if ids[:most] == prompt[depth : depth + most]:
@@ -223,7 +226,9 @@ def _shared(node: Node, row: Row, depth: int) -> int:
 
 
 def _first_picture(one: Node | Row, row: Row, depth: int) -> int:
-    """Return the number of tokens before the first image. Prompts that are not equal share only tokens before their images."""
+    """Return the number of tokens before the first image of a node or prompt. Different prompts share only tokens before
+    their images.
+    """
     if isinstance(one, Row):
         starts = [picture.start - depth for picture in (one.pictures or [()])[0]]
     else:
@@ -233,7 +238,7 @@ def _first_picture(one: Node | Row, row: Row, depth: int) -> int:
 
 
 def pictures_of(node: Node) -> list[tuple[int, Any]]:
-    """Return the images that begin in a node, and for each the index of its first placeholder in the node."""
+    """Return the images that begin in a node, each with the index of its first placeholder token within the node."""
     if not node.row.pictures:
         return []
     placed = node.row.pictures[0 if node.member is None else node.member.index + 1]
@@ -241,7 +246,7 @@ def pictures_of(node: Node) -> list[tuple[int, Any]]:
 
 
 def check_segments(segments: Sequence[Segment], width: int) -> None:
-    """Check that segments form prefix trees in depth-first order.
+    """Check that the segments of a batch form prefix trees in depth-first order.
 
     Args:
         segments: Segments, ordered by row and column.
@@ -285,7 +290,8 @@ def check_segments(segments: Sequence[Segment], width: int) -> None:
 
 
 def check_batch(batch: Batch) -> None:
-    """Check the segments of a batch. Without segments, a model would treat each row as one sequence.
+    """Check that the segments of a batch exist and are valid. Without segments, a model would treat each row as one
+    sequence.
 
     Raises:
         DataError: The segments are invalid (see `check_segments`), a row with tokens has no segment, or the last segment of a

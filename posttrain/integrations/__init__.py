@@ -1,4 +1,6 @@
-"""Optional packages: `require` imports a package or raises a clear error, and `is_available` checks without importing it."""
+"""Optional packages: `require` imports a package or raises a clear error, and `is_available` checks whether a package can be
+imported.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from posttrain.errors import MissingDependencyError
 
 __all__ = ["is_available", "require"]
 
-# Maps the import name of a package to the extra of posttrain that installs it.
+# Map from the import name of a package to the extra of posttrain that installs the package.
 EXTRAS = {
     "bitsandbytes": "quantization",
     "deepspeed": "deepspeed",
@@ -36,13 +38,12 @@ EXTRAS = {
 
 
 def is_available(name: str) -> bool:
-    """Return whether the package ``name`` can be imported, without importing it."""
+    """Return whether the package ``name`` can be imported. The package is not imported."""
     return importlib.util.find_spec(name) is not None
 
 
 def require(name: str, purpose: str) -> ModuleType:
-    """Import an optional package. If the package is not installed, raise an error with its purpose and the command to
-    install it.
+    """Import an optional package. If the package is not installed, raise an error with its purpose and the install command.
 
     Args:
         name: Import name of the package or of a submodule.
@@ -56,7 +57,7 @@ def require(name: str, purpose: str) -> ModuleType:
     except ImportError as error:
         root = name.partition(".")[0]
         if error.name is not None and error.name.partition(".")[0] != root:
-            # The package is installed, but one of its own dependencies is missing. Keep Python's error message.
+            # The package is installed, but one of its dependencies is missing. Keep Python's error message.
             raise
         extra = EXTRAS.get(root)
         command = f'pip install "posttrain[{extra}]"' if extra else f"pip install {root.replace('_', '-')}"

@@ -13,15 +13,16 @@ from posttrain.errors import DataError, ModelError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
-# Files of an output_dir that contain dataset rows, prompts, completions, the command line or names of this machine. The star at
-# the end also matches files that are still being written.
+# Patterns of files in an output_dir that contain dataset rows, prompts, completions, the command line or names of this
+# machine. The star at the end matches files that are still being written too.
 RUN_RECORD = (
     "*.jsonl*", "*.parquet*", "*.html*", "data.json*", "data_report.json*", "manifest.json*", "preflight.json*", "record-*",
     "rollout_failure.json*", "rollout_workers/*",
 )  # fmt: skip
-# training_args.bin contains the Hub token, and no code reads it. The second pattern matches the folder's lock files.
+# Patterns of files that are never uploaded. training_args.bin contains the Hub token, and no code reads it. The second
+# pattern matches the folder's lock files.
 NEVER_UPLOADED = ("training_args.bin", ".posttrain*")
-# Files that are copied from a checkpoint to the output_dir, to be uploaded during training.
+# Patterns of files that are copied from a checkpoint to the output_dir and uploaded during training.
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -29,7 +30,8 @@ MODEL_FILES = (
     "model.safetensors.index.json",
     "adapter_*",
 )
-# Environment variables that enable offline mode: one for the Hub, and one for the library that loads models or datasets.
+# Environment variables that enable offline mode. The first disables the Hub, and the second is for the library that loads
+# models or datasets.
 SWITCHES = {
     "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
     "tokenizer": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
@@ -43,25 +45,27 @@ ON = ("1", "on", "true", "yes")
 
 
 def offline_variables(kind: str) -> str:
-    """Return the two offline variables for models or datasets, with their values: ``HF_HUB_OFFLINE=1, ...``."""
+    """Return the environment variables of offline mode with their values as text, e.g. ``HF_HUB_OFFLINE=1, ...``."""
     return ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in SWITCHES[kind])
 
 
 def _nearest(name: str) -> str:
-    """Return a "did you mean" hint with the most similar folder or data file, here or in the parent folder of ``name``."""
+    """Return a "did you mean" hint with the most similar folder or data file in the working directory or in the parent folder
+    of ``name``.
+    """
     parents = [path for path in dict.fromkeys((Path(name).expanduser().parent, Path())) if path.is_dir()]
     entries = [entry for path in parents for entry in path.iterdir() if entry.is_dir() or entry.suffix in FILES]
     return did_you_mean(Path(name).name, [entry.name for entry in entries if not entry.name.startswith(".")])
 
 
 def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
-    """Return the error message for a model, tokenizer or dataset that is neither a folder nor in the cache and cannot
+    """Return the error message for a model, tokenizer or dataset that exists neither as a folder nor in the cache, and cannot
     be downloaded.
 
     Args:
         kind: ``model``, ``tokenizer`` or ``dataset``.
         name: Name that the user passed.
-        error: Exception that the loader raised. The message quotes its first line.
+        error: Exception that the loader raised. The message quotes the first line of this exception.
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -94,8 +98,8 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
 
 
 def refuse_unreachable(kind: str, name: str) -> None:
-    """Raise an error if a Hub id is not in the cache and the Hub does not respond. Without this check, loaders would
-    try to download each file for half a minute.
+    """Raise an error if a Hub id is not in the cache and the Hub does not respond. Without this check, loaders would try for
+    half a minute to download each file.
 
     Raises:
         ModelError: The id belongs to a model or tokenizer.
@@ -125,8 +129,8 @@ def refuse_unreachable(kind: str, name: str) -> None:
 
 @contextmanager
 def explained(kind: str, name: str) -> Iterator[None]:
-    """Replace the errors of a loader that cannot find ``name`` by one clear error. Errors of existing folders are not
-    changed.
+    """Replace errors of a loader that cannot find ``name`` with one clear error. Errors are not replaced if ``name`` is an
+    existing folder.
 
     Raises:
         ModelError: A model or tokenizer was not found.
@@ -143,13 +147,13 @@ def explained(kind: str, name: str) -> Iterator[None]:
 
 
 def upload(folder: str, *, run_record: bool, ignore_patterns: Sequence[str] = (), **options: Any) -> Any:
-    """Upload a folder and log the names of its files. `NEVER_UPLOADED` is excluded, and `RUN_RECORD` too unless
-    ``run_record`` is set.
+    """Upload a folder and log the names of the uploaded files. Files in `NEVER_UPLOADED` are excluded. Files in `RUN_RECORD`
+    are excluded unless ``run_record`` is set.
 
     Args:
         folder: Path of the folder.
         run_record: Value of ``push_run_record`` in the config.
-        ignore_patterns: Patterns of further files that are excluded.
+        ignore_patterns: Patterns of additional files that are excluded.
         options: Keyword arguments of `huggingface_hub.upload_folder`.
 
     Returns:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def free_disk(folder: str | Path) -> int:
-    """Return the number of free bytes on the disk of ``folder``. If the folder does not exist, its first existing
-    parent is used.
+    """Return the number of free bytes on the disk of ``folder``. If the folder does not exist, the disk of its closest
+    existing parent is used.
     """
     path = Path(folder).expanduser().absolute()
     while not path.exists():
@@ -26,8 +26,8 @@ def free_disk(folder: str | Path) -> int:
 
 
 def usable_processors() -> int:
-    """Return the number of processors on which this process may run. The CPU affinity is used if the operating system
-    supports it.
+    """Return the number of processors on which this process may run, according to its CPU affinity. On systems without
+    affinity, return the number of all processors.
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -40,7 +40,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # Without this option, a connection that was closed recently would still block the port.
+        # Without SO_REUSEADDR, a recently closed connection would still block the port.
         if os.name == "posix":
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
@@ -51,7 +51,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Return whether a server could listen on ``port`` of this machine. The socket for the test is closed again."""
+    """Return whether a server could listen on ``port`` of this machine. The test binds a socket and closes it."""
     try:
         listen(host, port).close()
     except OSError:
@@ -62,21 +62,21 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 def raise_file_limit() -> None:
     """Raise the soft limit of open files to the hard limit.
 
-    Each connection of a server is a file, and many systems allow 1024.
+    Each connection of a server needs an open file, and many systems allow only 1024.
     """
     try:
-        import resource  # Windows does not have this module, and no such limit.
+        import resource  # Windows has neither this module nor such a limit.
     except ImportError:
         return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # macOS rejects an infinite limit, although it reports it as its own hard limit.
+    # macOS rejects an infinite soft limit, although it reports an infinite hard limit.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def gpu_memory(device: torch.device | str) -> tuple[int, int]:
-    """Return the free and the total bytes of a CUDA device. Memory that this process has reserved but does not use
-    counts as free.
+    """Return the free and the total number of bytes of a CUDA device. Free memory includes memory that this process has
+    reserved but does not use.
     """
     import torch
 
@@ -85,10 +85,10 @@ def gpu_memory(device: torch.device | str) -> tuple[int, int]:
 
 
 def gpu_processes() -> dict[int, list[tuple[int, str, int]]]:
-    """Return the other processes on each GPU. Without the optional package NVML, the result is empty.
+    """Return the processes on each GPU, except this process. Without the optional package pynvml, the result is empty.
 
     Returns:
-        Maps NVML's index of each GPU to a list of (process id, name, bytes). CUDA_VISIBLE_DEVICES does not change this
+        Map from NVML's index of each GPU to a list of (process id, name, bytes). CUDA_VISIBLE_DEVICES does not affect this
         index.
     """
     by_gpu: dict[int, list[tuple[int, str, int]]] = {}

@@ -1,4 +1,6 @@
-"""Parses and compares formulas with math-verify. It may run forever, so call it in a process with a time limit."""
+"""Parsing and comparison of formulas with math-verify. math-verify may run forever, so call these functions in a process with
+a time limit.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ def start_process() -> None:
     importlib.import_module("math_verify")
 
 
-# A spawned process imports the module in which its class is defined. This module imports neither torch nor transformers, so
-# that processes start fast.
+# A spawned process imports the module that defines its class. This module imports neither torch nor transformers, so that
+# worker processes start fast.
 class _WithoutMain(SpawnProcess):
     def start(self) -> None:
         main: Any = sys.modules["__main__"]
@@ -47,8 +49,8 @@ _spawning = threading.Lock()
 
 
 class WithoutMain(SpawnContext):
-    """Spawn context whose processes do not run the main script again. The script may have no ``if __name__ ==
-    "__main__"`` guard.
+    """Spawn context whose processes do not run the main script again. The script may have no ``if __name__ == "__main__"``
+    guard.
     """
 
     Process = _WithoutMain
@@ -64,8 +66,8 @@ SCIENTIFIC = re.compile(r"[+-]?\d*\.?\d+e[+-]?\d{1,3}", re.I)
 
 
 def as_formula(text: str) -> str:
-    r"""Return a text that is only a formula as ``$text$``. Without dollar signs, math-verify reads ``2\sqrt{3}`` as
-    2.
+    r"""Convert a text that consists only of a formula to ``$text$``. Without dollar signs, math-verify reads ``2\sqrt{3}`` as
+    2. Other text is returned unchanged.
 
     >>> as_formula(r"2\sqrt{3}"), as_formula("1e-05"), as_formula("72 apples")
     ('$2\\sqrt{3}$', '$0.00001$', '72 apples')
@@ -78,8 +80,8 @@ def as_formula(text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_gold(text: str) -> tuple:
-    r"""Parse a reference answer. These forms are tried until one can be parsed: `as_formula`, the unchanged text,
-    ``$text$``, ``\boxed{text}``.
+    r"""Parse a reference answer. Several forms of the text are tried until one can be parsed: the result of `as_formula`, the
+    unchanged text, ``$text$`` and ``\boxed{text}``.
     """
     parse = importlib.import_module("math_verify").parse
     for form in dict.fromkeys((as_formula(text), text, f"${text}$", f"\\boxed{{{text}}}")):
@@ -90,8 +92,8 @@ def parse_gold(text: str) -> tuple:
 
 
 def parse_answer(text: str, lenient: bool) -> list:
-    """Parse an answer: LaTeX after an anchor, with boxed expressions first. With ``lenient``, any text that can be
-    parsed is accepted.
+    """Parse a model's answer, which must be LaTeX after an anchor such as ``$``. Boxed expressions have priority. With
+    ``lenient``, any text that can be parsed is accepted.
     """
     checker = importlib.import_module("math_verify")
     if lenient:
@@ -106,13 +108,15 @@ def parse_answer(text: str, lenient: bool) -> list:
 
 
 def show_gold(text: str) -> str:
-    """Return the first expression of a reference answer as text. Return "" if there is none."""
+    """Return the first expression of a reference answer as text. Return "" if the answer contains no expression."""
     expressions = parse_gold(text)
     return str(expressions[0]) if expressions else ""
 
 
 def compare(gold: str, answer: str, lenient: bool) -> tuple[str, bool]:
-    """Return the parsed answer ("" if there is none), and whether it equals the reference answer."""
+    """Compare an answer with the reference answer. Return the parsed answer as text ("" if it cannot be parsed), and whether
+    both are equal.
+    """
     parsed, reply = list(parse_gold(gold)), parse_answer(answer, lenient)
     equal = bool(
         parsed and reply and importlib.import_module("math_verify").verify(parsed, reply, timeout_seconds=None)

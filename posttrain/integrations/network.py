@@ -1,4 +1,4 @@
-"""HTTP connections: their limits (`CONNECTIONS`), `host_and_port` for URLs, and `network_advice` for failed requests."""
+"""HTTP connections: limits (`CONNECTIONS`), URLs (`host_and_port`), and advice for failed requests (`network_advice`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-# Idle connections are closed after two seconds. uvicorn and vLLM close them after five seconds, and a request that is sent at
-# that moment would be lost.
+# Idle connections are closed after two seconds. Servers with uvicorn, such as vLLM, close idle connections after five
+# seconds. A request that is sent at that moment would be lost.
 CONNECTIONS = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
 
 
@@ -24,7 +24,7 @@ def host_and_port(host: str, port: int) -> str:
 
 
 def network_advice(error: BaseException, url: str) -> str:
-    """Return one sentence about a failed request to ``url``, with the likely cause and the fix.
+    """Return a sentence with the likely cause of a failed request to ``url`` and its fix.
 
     >>> network_advice(ConnectionRefusedError(), "http://10.0.0.5:8000/v1")
     'Nothing listens on port 8000 of 10.0.0.5: start the server there, or correct the port.'

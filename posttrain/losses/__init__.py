@@ -1,1 +1,1 @@
-"""Loss functions. Their arguments and return values are tensors, and they have no side effects."""
+"""Loss functions that map tensors to tensors and have no side effects."""

@@ -1,5 +1,5 @@
-"""Compute advantages from rewards. The advantage of a completion is its reward minus a baseline, for example the mean reward
-of its group.
+"""Advantages of completions, computed from rewards. An advantage is a reward minus a baseline, for example the mean reward of
+the completion's group.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-# Constant that is added to the standard deviation. It avoids division by 0 if all rewards of a group are equal.
+# Constant that is added to a standard deviation to avoid division by 0 if all rewards of a group are equal.
 EPSILON = 1e-4
-# Constant that is added to the standard deviation with scale_rewards='population', as in TRL's asynchronous GRPO.
+# Constant that replaces EPSILON with scale_rewards='population', as in TRL's asynchronous GRPO.
 POPULATION_EPSILON = 1e-8
-# Two rewards count as equal if their relative difference is at most this value, because float32 sums of the same numbers can
-# differ by rounding.
+# Maximum relative difference of two rewards that are treated as equal. float32 sums of the same numbers can differ by
+# rounding.
 EQUAL_SPREAD = 4 * torch.finfo(torch.float32).eps
-# If the standard deviation of a group's rewards is at most this value, the group has no learning signal.
+# Maximum standard deviation of a group's rewards at which the group has no learning signal.
 FLAT_SPREAD = 1e-8
 # Maximum absolute value of a standardized advantage. In a group of size G, |A| is at most (G - 1) / sqrt(G), so only groups of
 # more than 100 completions can exceed it.
@@ -44,7 +44,7 @@ MOST_ADVANTAGE = 10.0
 
 @dataclass(slots=True)
 class AdvantageStats:
-    """Advantages of n completions, and the statistics of rewards that were used to compute them.
+    """Advantages of n completions, with the reward statistics from which they were computed.
 
     Attributes:
         advantages: ``(n,)`` advantages. The advantage is 0 for completions that no reward function has scored.
@@ -60,8 +60,8 @@ class AdvantageStats:
 
 
 def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Compute the total reward of each completion: ``sum_k w_k r_k`` over the functions that have scored it, or NaN if none
-    has.
+    """Compute the total reward ``sum_k w_k r_k`` of each completion, over the functions that have scored it. The result is
+    NaN if no function has.
 
     Args:
         rewards: Rewards ``(n, K)``. NaN means that the function did not score the completion.
@@ -72,7 +72,7 @@ def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def _alike(values: Tensor, dim: int) -> Tensor:
-    """Return whether all entries along ``dim`` are equal, without NaN entries. The result keeps ``dim`` with size 1."""
+    """Return whether all entries along ``dim`` that are not NaN are equal. The result keeps ``dim`` with size 1."""
     missing = values.isnan()
     high = values.masked_fill(missing, -torch.inf).amax(dim, keepdim=True)
     low = values.masked_fill(missing, torch.inf).amin(dim, keepdim=True)
@@ -80,8 +80,8 @@ def _alike(values: Tensor, dim: int) -> Tensor:
 
 
 def centred(values: Tensor, dim: int = -1) -> Tensor:
-    """Subtract the mean of the entries that are not NaN. If all entries are equal, the result is exactly 0, without rounding
-    errors.
+    """Subtract the mean along ``dim``, ignoring NaN entries. If all entries are equal, the result is exactly 0, without
+    rounding errors.
     """
     gaps = values - values.nanmean(dim, keepdim=True)
     return torch.where(_alike(values, dim) & ~values.isnan(), 0.0, gaps)
@@ -107,8 +107,8 @@ def bounded(advantages: Tensor) -> Tensor:
 
 
 def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any) -> Advantages:
-    """Create an `Advantages` object from statistics of groups. With ``bound``, advantages are clipped to ±10. ``more``
-    contains further fields of `Advantages`.
+    """Create an `Advantages` object from `AdvantageStats`. With ``bound``, advantages are clipped to ``±MOST_ADVANTAGE``.
+    ``more`` contains additional fields of `Advantages`.
     """
     values = bounded(stats.advantages) if bound else stats.advantages
     unbounded = stats.advantages if bound else None
@@ -118,16 +118,16 @@ def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any
 def flat_groups(
     values: Tensor, weights: Tensor, size: int, *, least: float = 0.0, each_function: bool = False
 ) -> Tensor:
-    """Return ``(n / G,)`` bool that is True for groups without a learning signal. In such a group, the rewards are
-    (nearly) equal, or fewer than two completions have a reward.
+    """Return a bool tensor ``(n / G,)``. It is True for groups without a learning signal, in which all rewards are (nearly)
+    equal or fewer than two completions have a reward.
 
     Args:
         values: Rewards ``(n, K)`` with consecutive groups. NaN means that the function did not score the completion.
         weights: Weights ``(K,)``.
         size: Group size G.
-        least: A group has a learning signal if the standard deviation of its rewards is larger than this value.
-        each_function: Whether the rewards of each function are normalized before they are summed. A group then has a learning
-            signal if the rewards of at least one function with a nonzero weight differ.
+        least: Minimum standard deviation of a group's rewards for a learning signal (exclusive).
+        each_function: Whether the rewards of each function are normalized before they are summed. If True, a group has a
+            learning signal if the rewards of at least one function with a nonzero weight differ.
     """
     how = "normalize_then_sum" if each_function else "sum_then_normalize"
     return ~(group_spread(values, weights, size, aggregation=how) > max(FLAT_SPREAD, least))
@@ -136,12 +136,12 @@ def flat_groups(
 def group_spread(
     rewards: Tensor, weights: Tensor, group_size: int, *, aggregation: str = "sum_then_normalize"
 ) -> Tensor:
-    """Compute the Bessel-corrected standard deviation of the rewards of each group, ``(n / G,)``. The deviation is NaN
-    for groups with fewer than two scored completions.
+    """Compute the Bessel-corrected standard deviation of the rewards of each group, ``(n / G,)``. The result is NaN for
+    groups with fewer than two scored completions.
 
-    By default, it is the standard deviation of the total reward. With ``normalize_then_sum``, it is the largest standard
-    deviation of a function with a nonzero weight. Two functions whose rewards cancel each other in the sum then still
-    give a learning signal.
+    By default, the function returns the standard deviation of the total reward. With ``normalize_then_sum``, it returns the
+    largest of the standard deviations of the reward functions with a nonzero weight. Two functions whose rewards cancel in the
+    sum then still give a learning signal.
 
     >>> opposed = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> [group_spread(opposed, torch.ones(2), 2, aggregation=how).item() for how in AGGREGATIONS]
@@ -164,20 +164,20 @@ def group_advantages(
 ) -> AdvantageStats:
     """Compute the advantages ``A = (R - mean_g) / (std + 1e-4)``, where R is the total reward and mean_g the mean of its group.
 
-    ``scale_rewards`` selects the standard deviation std of the group, of the batch, or no division. For the population
-    std, the constant is 1e-8 instead of 1e-4. ``normalize_then_sum`` (GDPO) normalizes the rewards of each function
-    within the group, computes the weighted sum, and normalizes the sum over the batch. Completions that no function has
-    scored get the advantage 0, and are excluded from every mean and standard deviation.
+    ``scale_rewards`` selects std: the standard deviation of the group or of the batch, or no division. For the population
+    standard deviation, the constant is 1e-8 instead of 1e-4. ``normalize_then_sum`` (GDPO) normalizes the rewards of each
+    function within the group, computes the weighted sum, and normalizes the sum over the batch. Completions that no reward
+    function has scored get the advantage 0 and are excluded from every mean and standard deviation.
 
     Args:
-        rewards: Rewards ``(n, K)`` over all ranks with consecutive groups. NaN means that the function did not score the
-            completion.
+        rewards: Rewards ``(n, K)`` of the completions of all ranks, with consecutive groups. NaN means that the function did
+            not score the completion.
         weights: Weights ``(K,)``.
         group_size: Group size G.
         scale_rewards: ``group``, ``batch``, ``population`` (the group's std without Bessel's correction) or ``none``.
         aggregation: ``sum_then_normalize`` or ``normalize_then_sum``.
-        min_group_std: All advantages of a group are 0 if its standard deviation (`group_spread`) is smaller than this value,
-            because its differences are then only noise.
+        min_group_std: Minimum standard deviation (`group_spread`) of a group. In a group with a smaller standard deviation,
+            all advantages are 0, because the differences of the group's rewards are only noise.
 
     Reference: DeepSeekMath, arXiv:2402.03300, section 4.1.2; Dr. GRPO (none), 2503.20783; GDPO, 2601.05242.
 
@@ -204,8 +204,8 @@ def group_advantages(
 
 
 def _scale(std: Tensor, grouped: Tensor, scale_rewards: str) -> Tensor | float:
-    """Return the number by which the centered totals ``grouped (n / G, G)`` are divided. ``std (n / G,)`` is the standard
-    deviation of each group.
+    """Return the divisor of the centered total rewards, whose original values are ``grouped (n / G, G)``. ``std (n / G,)`` is
+    the standard deviation of each group.
     """
     if scale_rewards == "none":
         return 1.0
@@ -219,8 +219,8 @@ def _scale(std: Tensor, grouped: Tensor, scale_rewards: str) -> Tensor | float:
 
 
 def _normalize_then_sum(rewards: Tensor, weights: Tensor, totals: Tensor) -> Tensor:
-    """Normalize the rewards of each function within each group, and compute their weighted sum. Two functions then cannot
-    cancel each other.
+    """Normalize the rewards of each function within each group, compute their weighted sum, and normalize the sum over the
+    batch (GDPO).
     """
     z = centred(rewards, 1) / (_std(rewards, 1).unsqueeze(1) + EPSILON)
     summed = (z.nan_to_num(0.0) * weights).sum(-1).flatten().masked_fill(totals.isnan(), torch.nan)
@@ -228,8 +228,8 @@ def _normalize_then_sum(rewards: Tensor, weights: Tensor, totals: Tensor) -> Ten
 
 
 def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
-    """Compute ``A_i = R_i - mean(R_j, j != i)`` within each group, ``(n,)``. The advantage is 0 if no other completion of the
-    group has a reward.
+    """Compute the RLOO advantages ``A_i = R_i - mean(R_j, j != i)`` within each group, ``(n,)``. An advantage is 0 if no
+    other completion of the group has a reward.
 
     Reference: RLOO, arXiv:2402.14740, equation 8.
 
@@ -244,12 +244,12 @@ def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
 
 
 def standardized(advantages: Tensor, scored: Tensor) -> Tensor:
-    """Standardize advantages: ``(A - mean) / (std + 1e-4)`` over the completions with a reward, ``(n,)``. Completions without a
-    reward get 0. If fewer than two completions have a reward, all get 0.
+    """Standardize advantages to ``(A - mean) / (std + 1e-4)``, with mean and std over the completions with a reward.
+    Completions without a reward get 0. If fewer than two completions have a reward, all completions get 0.
 
     Args:
-        advantages: ``(n,)`` over all ranks.
-        scored: ``(n,)`` bool that is True for completions that a reward function has scored.
+        advantages: ``(n,)`` advantages of the completions of all ranks.
+        scored: Bool tensor ``(n,)``, True for completions that a reward function has scored.
     """
     known = advantages.masked_fill(~scored, torch.nan)
     return (centred(known) / (_std(known) + EPSILON)).nan_to_num(0.0)

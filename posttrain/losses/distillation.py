@@ -1,7 +1,8 @@
 """Divergences between a student's next-token distribution q and a teacher's distribution p.
 
-They are computed over full vocabularies, over selected token ids, or over sampled tokens. All functions expect log-probs in
-float32 or float64. A token id with probability 0 in both distributions contributes 0 to the divergence and has no gradient.
+Divergences are computed over full vocabularies, over selected token ids, or over sampled tokens. All functions expect
+log-probs in float32 or float64. A token id with probability 0 in both distributions contributes 0 to the divergence and has no
+gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = [
     "with_tail",
 ]
 
-# Finite number that replaces log 0. exp(FLOOR) is 0, and 0 * FLOOR is 0, but 0 * -inf would be NaN.
+# Finite number that replaces log 0, because 0 * -inf would be NaN. exp(FLOOR) is 0, and 0 * FLOOR is 0.
 FLOOR = -1e4
 # Maximum logarithm of the total probability of the selected ids. With this limit, the log-prob of the tail (all other ids) is
 # at least -16.1, so it is finite.
@@ -39,8 +40,9 @@ FULL = -1e-7
 def divergence(log_q: Tensor, log_p: Tensor, *, beta: float) -> Tensor:
     """Compute the generalized Jensen-Shannon divergence with the mixture ``M = beta p + (1 - beta) q``.
 
-    ``beta = 0`` gives ``KL(p || q)`` and ``beta = 1`` gives ``KL(q || p)``. Values between 0 and 1 give ``beta KL(p || M) + (1
-    - beta) KL(q || M)``. If beta approaches 0 or 1, this divergence approaches 0 and not the KL divergence.
+    ``beta = 0`` gives ``KL(p || q)`` and ``beta = 1`` gives ``KL(q || p)``. Values between 0 and 1 give the mixture
+    divergence ``beta KL(p || M) + (1 - beta) KL(q || M)``. For beta close to 0 or 1, the mixture divergence approaches 0 and
+    not the KL divergence.
 
     Args:
         log_q: ``(..., V)`` log-probs of the student.
@@ -63,8 +65,8 @@ def divergence(log_q: Tensor, log_p: Tensor, *, beta: float) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """Autograd function of the divergence. The backward pass needs three saved tensors of vocabulary size, and
-    automatic differentiation would need eight.
+    """Autograd function of `divergence`. The function saves three tensors of vocabulary size for the backward pass. Automatic
+    differentiation would save eight tensors.
     """
 
     @staticmethod
@@ -87,7 +89,7 @@ class _Divergence(torch.autograd.Function):
         return (
             _slope(log_q, log_p, log_m, ctx.beta).mul_(grad) if of_q else None,
             # The divergence does not change if p and q are exchanged and beta is replaced with 1 - beta. The gradient with
-            # respect to p is therefore computed like that of q.
+            # respect to p is therefore computed like the gradient with respect to q.
             _slope(log_p, log_q, log_m, 1 - ctx.beta).mul_(grad) if of_p else None,
             None,
         )
@@ -104,14 +106,14 @@ def _slope(log_q: Tensor, log_p: Tensor, log_m: Tensor, beta: float) -> Tensor:
 
 
 def _finite(logp: Tensor) -> Tensor:
-    # The tensor is empty if a forward pass has no loss tokens.
+    # Return an empty tensor unchanged. The tensor is empty if a forward pass has no loss tokens.
     if not logp.numel():
         return logp
     return logp.masked_fill(logp == -torch.inf, FLOOR) if bool(torch.isneginf(logp.detach().amin())) else logp
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Compute ``sum_v a (log a - log b)``, ``(...)``."""
+    """Compute the KL divergence ``sum_v a (log a - log b)``, ``(...)``."""
     a, b = _finite(log_a), _finite(log_b)
     value = torch.linalg.vecdot(a.exp(), a - b)
     if b is log_b:
@@ -124,10 +126,11 @@ def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def with_tail(logp: Tensor) -> Tensor:
-    """Append one category for all other token ids to the log-probs of k selected ids: ``(..., k)`` becomes ``(..., k + 1)``.
+    """Append the log-prob of all other token ids together to the log-probs of k selected ids: ``(..., k)`` becomes
+    ``(..., k + 1)``.
 
-    The logarithm of the selected ids' total probability is limited to -1e-7. The additional category therefore has at least the
-    probability 1e-7.
+    The logarithm of the total probability of the selected ids is limited to -1e-7. The probability of the appended category
+    is therefore at least about 1e-7.
     """
     captured = logp.logsumexp(-1, keepdim=True).clamp_max(FULL)
     return torch.cat([logp, torch.log(-torch.expm1(captured))], -1)
@@ -144,7 +147,7 @@ def support_mass(logp: Tensor) -> Tensor:
 
 
 def union_support(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Concatenate two sets of selected ids, ``(..., k)`` and ``(..., m)``, and return a mask of ids that occur twice.
+    """Concatenate two sets of selected ids, ``(..., k)`` and ``(..., m)``. Return all ids and a mask of repeated ids.
 
     The mask is True for ids of ``second`` that are also in ``first``.
     """
@@ -157,7 +160,7 @@ def union_support(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def score_surrogate(logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """Return ``stopgrad(log q(y) - log p(y)) log q(y)``. If y is sampled from q, the expected gradient of this term is the
+    """Compute ``stopgrad(log q(y) - log p(y)) log q(y)``. If y is sampled from q, the expected gradient of this term is the
     gradient of KL(q || p).
 
     The value of the term is not the KL divergence.
@@ -170,8 +173,8 @@ def score_surrogate(logp: Tensor, teacher_logp: Tensor) -> Tensor:
 
 
 def _by_sequence(values: Tensor, mask: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """Reshape the values ``(B, T)`` of selected tokens to one row per sequence, ``(S, L)``. Also return a mask of the
-    entries that are not padding.
+    """Reshape the values ``(B, T)`` of selected tokens to one padded row per sequence, ``(S, L)``. Return the rows and a mask
+    that is False for padding.
     """
     lengths = torch.bincount(sequence[mask])
     lengths = lengths[lengths > 0].tolist()
@@ -186,11 +189,11 @@ def discounted_returns(
     """Compute the discounted returns ``A_t = r_t + gamma A_{t+1}`` within each sequence, ``(B, T)``, without gradient.
 
     Args:
-        rewards: ``(B, T)``.
-        mask: ``(B, T)`` bool that is True for tokens that are included. All other tokens get 0.
+        rewards: ``(B, T)`` reward of each token.
+        mask: Bool tensor ``(B, T)``, True for tokens that are included. All other tokens get the return 0.
         sequence: ``(B, T)`` int64, sequence index of each token.
         gamma: Discount in [0, 1].
-        length_normalization: Whether to divide by ``sum_{i >= t} gamma^(i - t)``.
+        length_normalization: Whether to divide each return by ``sum_{i >= t} gamma^(i - t)``.
 
     Reference: MiniLLM, arXiv:2306.08543.
     """
@@ -204,15 +207,15 @@ def discounted_returns(
 
 
 def prefix_weights(advantages: Tensor, mask: Tensor, sequence: Tensor, *, gamma: float, epsilon: float) -> Tensor:
-    """Compute token weights ``1 + gamma (1 - sum_{i < t} |a_i| / sum_i |a_i|)``, ``(B, T)``. Within a sequence they decrease
-    from ``1 + gamma`` to 1.
+    """Compute the token weights ``1 + gamma (1 - sum_{i < t} |a_i| / sum_i |a_i|)`` of IW-OPD, ``(B, T)``. Within a sequence,
+    the weights decrease from ``1 + gamma`` to 1.
 
     Args:
         advantages: ``(B, T)`` log-prob of each sampled token under the teacher minus its log-prob under the student, in
             nats.
-        mask: ``(B, T)`` bool.
-        sequence: ``(B, T)`` int64.
-        gamma: At least 0.
+        mask: ``(B, T)`` bool, tokens that are included.
+        sequence: ``(B, T)`` int64, sequence index of each token.
+        gamma: Maximum additional weight, at least 0.
         epsilon: Minimum of the denominator, above 0.
 
     Reference: IW-OPD, arXiv:2606.22600.
@@ -229,8 +232,7 @@ def prefix_weights(advantages: Tensor, mask: Tensor, sequence: Tensor, *, gamma:
 
 
 def sorted_l1(q: Tensor, p: Tensor) -> Tensor:
-    """Compute ``sum_i |sort(q)_i - sort(p)_i|``, ``(...)``, for probabilities ``(..., V)`` and ``(..., W)`` of two
-    vocabularies.
+    """Compute ``sum_i |sort(q)_i - sort(p)_i|`` for the probabilities ``q (..., V)`` and ``p (..., W)`` of two vocabularies.
 
     The shorter vector is padded with 0. The loss depends only on the sorted probabilities, so the vocabularies need not have
     common tokens.
@@ -245,16 +247,17 @@ def sorted_l1(q: Tensor, p: Tensor) -> Tensor:
 def hybrid_divergence(
     log_q: Tensor, log_p: Tensor, matched: tuple[Tensor, Tensor], *, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute two losses ``(...)``: the divergence over tokens that are in both vocabularies, and `sorted_l1` over all other
-    tokens.
+    """Compute two losses for different vocabularies: the divergence over tokens that are in both vocabularies, and
+    `sorted_l1` over all other tokens.
 
-    For the divergence, the remaining probability of each model becomes one additional category, so that the probabilities sum
-    to 1.
+    For the divergence, the total probability of all other tokens of a model becomes one additional category, so that
+    probabilities sum to 1.
 
     Args:
         log_q: ``(..., V)`` log-probs of the student.
         log_p: ``(..., W)`` log-probs of the teacher.
-        matched: Ids ``(M,)`` in the student's vocabulary, and ids ``(M,)`` in the teacher's vocabulary with the same bytes.
+        matched: Ids ``(M,)`` in the student's vocabulary and ids ``(M,)`` in the teacher's vocabulary. The i-th id of the
+            student and the i-th id of the teacher stand for the same bytes.
         beta: See `divergence`.
     """
     mine, theirs = matched

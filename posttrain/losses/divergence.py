@@ -1,8 +1,9 @@
-"""Compute the inputs of preference losses: sums and means of log-probs, weights, and scores under an f-divergence.
+"""Inputs of preference losses: sums and means of log-probs, weights, and scores under an f-divergence.
 
-Let ``L = log pi(y) - log rho(y)``. For a divergence with generator f, the score is ``f'(exp L)``, where f is chosen so that the
-score is 0 at L = 0. For the reverse KL (plain DPO), the score is L. The reward is beta times the score plus a per-prompt
-constant. The constant cancels only in a difference of scores. Losses that use a single completion therefore use L instead.
+Let ``L = log pi(y) - log rho(y)`` be the log-ratio of policy and reference. For a divergence with generator f, the score is
+``f'(exp L)``, where f is chosen so that the score is 0 at L = 0. For the reverse KL (plain DPO), the score is L. The reward
+is beta times the score plus a per-prompt constant. The constant cancels in a difference of two scores, but not in a single
+score. Losses that use a single completion therefore use L instead of the score.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ __all__ = [
     "wpo_weight",
 ]
 
-# Upper limit of the mean log-prob when log(1 - p) is computed. For values closer to 0, the gradient in float32 would be
-# inaccurate.
+# Upper limit of the mean log-prob in log(1 - p). For values closer to 0, the gradient in float32 would be inaccurate.
 MAX_LOG_P = -1e-6
 # Maximum exponent in float32. exp(80) is 5.5e34, which is a factor of 6000 below the largest float32.
 MAX_EXPONENT = 80.0
 # Maximum exponent in half precision. exp(11) is 59874, which is below the largest float16 (65504).
 MAX_EXPONENT_HALF = 11.0
-# If alpha differs from 1 by less than this value, the reverse KL is used, because the formula divides by alpha - 1.
+# Minimum difference of alpha from 1. For a smaller difference, the reverse KL is used, because the formula divides by alpha
+# - 1.
 NEAR_ONE = 1e-6
 
 
@@ -54,12 +55,13 @@ def _bounded_expm1(exponent: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def reverse_kl(log_ratio: Tensor) -> Tensor:
-    """Return the log-ratio ``L`` (plain DPO), any shape."""
+    """Return the log-ratio ``L`` unchanged, which is its score in plain DPO."""
     return log_ratio
 
 
 def forward_kl(log_ratio: Tensor) -> Tensor:
-    """Compute ``1 - exp(-L)``, any shape. The exponent is limited to 80 (11 in float16). Beyond this limit, the gradient is 0.
+    """Compute the forward-KL score ``1 - exp(-L)`` of log-ratios of any shape. The exponent is limited to 80 (11 in float16).
+    Beyond this limit, the gradient is 0.
 
     Reference: Beyond reverse KL (f-DPO), arXiv:2309.16240, table 1.
     """
@@ -67,7 +69,7 @@ def forward_kl(log_ratio: Tensor) -> Tensor:
 
 
 def js_divergence(log_ratio: Tensor) -> Tensor:
-    """Compute ``log 2 + log sigmoid(L)``, any shape.
+    """Compute the Jensen-Shannon score ``log 2 + log sigmoid(L)`` of log-ratios of any shape.
 
     Reference: Beyond reverse KL (f-DPO), arXiv:2309.16240, table 1.
     """
@@ -75,8 +77,8 @@ def js_divergence(log_ratio: Tensor) -> Tensor:
 
 
 def alpha_divergence(log_ratio: Tensor, *, alpha: float) -> Tensor:
-    """Compute ``(exp((alpha - 1) L) - 1) / (alpha - 1)``, or ``L`` itself if alpha is 1. The result is computed in
-    float32 and cast to the dtype of ``L``.
+    """Compute the alpha-divergence score ``(exp((alpha - 1) L) - 1) / (alpha - 1)``, or ``L`` itself if alpha is 1. The score
+    is computed in float32 and cast to the dtype of ``L``.
 
     Args:
         log_ratio: Any shape and floating dtype.
@@ -110,7 +112,7 @@ def link(log_ratio: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.
     Args:
         log_ratio: Any shape and floating dtype, in nats.
         divergence: A key of `DIVERGENCES`.
-        alpha: Coefficient of ``alpha_divergence``. Other divergences do not use it.
+        alpha: Coefficient of ``alpha_divergence``. Other divergences have no coefficient.
 
     Returns:
         Scores in the log-ratio's shape and dtype.
@@ -131,21 +133,21 @@ def link(log_ratio: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.
 
 
 def mean_logp(logp: Tensor, length: Tensor) -> Tensor:
-    """Compute the mean log-prob (or score) per token, ``log pi / max(n, 1)``, ``(P,)``. For empty completions, the mean
-    is 0 instead of NaN.
+    """Compute the mean log-prob (or score) per token of each completion, ``log pi / max(n, 1)``. For empty completions, the
+    mean is 0 instead of NaN.
     """
     return logp / length.clamp_min(1).to(logp)
 
 
 def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tensor, *, alpha: float) -> Tensor:
-    """Sum the log-probs of each sequence, with the weight ``alpha`` for tokens beyond a limit (LD-DPO): ``sum_{k <= limit} l_k
-    + alpha sum_{k > limit} l_k``.
+    """Sum the log-probs of each sequence, with the weight ``alpha`` for tokens beyond a limit (LD-DPO). The sum is
+    ``sum_{k <= limit} l_k + alpha sum_{k > limit} l_k``.
 
     Args:
         logp: ``(B, T)`` log-probs of the policy or of the reference.
         mask: ``(B, T)`` bool, tokens that are included.
         sequence: ``(B, T)`` int64, sequence index of each token, -1 for tokens of no sequence.
-        limits: ``(S,)`` length of the shorter completion of each sequence's pair, in tokens.
+        limits: ``(S,)`` limit of each sequence: the length in tokens of the shorter completion of its pair.
         alpha: Weight of the tokens beyond the limit. 1 gives the plain sum, and 0 ignores these tokens.
 
     Returns:
@@ -166,8 +168,8 @@ def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tenso
 
 
 def collision_logp(logits: Tensor) -> Tensor:
-    """Compute the logarithm of the probability that two samples are the same token: ``log sum_v p_v^2 = lse(2 z) - 2
-    lse(z)``, ``(...)``, for logits z ``(..., V)``.
+    """Compute the logarithm of the probability that two sampled tokens are equal. For logits ``z (..., V)``, the result is
+    ``log sum_v p_v^2 = lse(2 z) - 2 lse(z)``.
     """
     return (2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)
 
@@ -179,7 +181,7 @@ def wpo_weight(logp: Tensor, collision: Tensor, length: Tensor) -> Tensor:
     The weight of a pair is the product of the weights of its two completions.
 
     Args:
-        logp: ``(S,)`` plain sums.
+        logp: ``(S,)`` sums of log-probs, without weights.
         collision: ``(S,)`` sums of `collision_logp` over the same tokens.
         length: ``(S,)`` number of tokens n, clamped to at least 1.
 
@@ -189,7 +191,7 @@ def wpo_weight(logp: Tensor, collision: Tensor, length: Tensor) -> Tensor:
 
 
 def alpha_reward(logp: Tensor, *, alpha: float) -> Tensor:
-    """Compute AlphaPO's reward of a log-prob l: ``(1 - exp(-alpha l)) / alpha``, ``(P,)``. If alpha is 0, it is ``l``.
+    """Compute AlphaPO's reward ``(1 - exp(-alpha l)) / alpha`` of each log-prob l. If alpha is 0, the reward is ``l``.
 
     The argument is a log-prob, because the probability itself could underflow.
 
@@ -199,11 +201,11 @@ def alpha_reward(logp: Tensor, *, alpha: float) -> Tensor:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """Compute ``log(1 - e^x)`` for x < 0, any shape. x is limited to -1e-6. Above this limit, the gradient is 0.
+    """Compute ``log(1 - e^x)`` for a tensor x < 0 of any shape. x is limited to -1e-6. Above this limit, the gradient is 0.
 
     Two formulas are combined with torch.where, which also computes the gradient of the formula that is not selected. In half
-    precision, the formula for small probabilities has an infinite slope near x = 0, and 0 times infinity is NaN. This
-    formula is therefore computed for another x there.
+    precision, the formula for small probabilities has an infinite slope near x = 0, and 0 times infinity is NaN. Near x = 0,
+    this formula is therefore evaluated at x = -1 instead.
 
     Reference: Mächler 2012, "Accurately computing log(1 - exp(-|a|))", equation 7.
     """
@@ -225,19 +227,21 @@ def pair_values(
     alpha: float = 0.5,
     plain_chosen_logp: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Compute all inputs of the losses in `posttrain.losses.preference.DPO_LOSSES`: a mapping from names to tensors ``(P,)``.
+    """Compute all inputs of the losses in `posttrain.losses.preference.DPO_LOSSES`, as a mapping from names to tensors
+    ``(P,)``.
 
     Args:
         chosen_logp: ``(P,)`` summed log-probs of the chosen completions under the policy. With LD-DPO, computed by
             `desensitized_sum`.
-        rejected_logp: ``(P,)`` same for the rejected completions.
-        ref_chosen_logp: ``(P,)`` same for the chosen completions under the reference.
-        ref_rejected_logp: ``(P,)`` same for the rejected completions under the reference.
+        rejected_logp: ``(P,)`` summed log-probs of the rejected completions under the policy.
+        ref_chosen_logp: ``(P,)`` summed log-probs of the chosen completions under the reference.
+        ref_rejected_logp: ``(P,)`` summed log-probs of the rejected completions under the reference.
         chosen_length: ``(P,)`` number of tokens of the chosen completions.
         rejected_length: ``(P,)`` number of tokens of the rejected completions.
         divergence: A key of `DIVERGENCES`.
         alpha: Coefficient of ``alpha_divergence``.
-        plain_chosen_logp: ``(P,)`` plain sums for the loss ``sft``, if ``chosen_logp`` comes from `desensitized_sum`.
+        plain_chosen_logp: ``(P,)`` sums of log-probs without weights, for the loss ``sft``. Required if ``chosen_logp`` comes
+            from `desensitized_sum`. None: ``chosen_logp``.
 
     >>> one = torch.ones(1)
     >>> pair_values(2 * one, one, one, one, one, one)["chosen_score"]

@@ -1,4 +1,4 @@
-"""Losses of supervised fine-tuning. They are computed from the log-probs of the loss tokens."""
+"""Losses of supervised fine-tuning, computed from the log-probs of the loss tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def nll(logp: Tensor) -> Tensor:
 
 
 def dft(logp: Tensor) -> Tensor:
-    """Compute ``-sg(p) log p`` for each token, ``(B, T)``, where sg stops the gradient. The factor p reduces the gradients of
+    """Compute the DFT loss ``-sg(p) log p`` of each token, where sg stops the gradient. The factor p reduces the gradients of
     unlikely tokens.
 
     Reference: On the generalization of SFT (DFT), arXiv:2508.05629, equation 8.
@@ -30,9 +30,9 @@ def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | float | 
 
     Args:
         outputs: Model output with ``logits (B, T, V)``. The logits at t predict the label at t + 1.
-        labels: ``(B, T)``, the token, or -100 for a token that is not trained.
-        num_items_in_batch: Number N of trained tokens of the optimizer step. None counts the trained tokens of ``labels``. The
-            divisor is at least 1, so that a batch without trained tokens has loss 0.
+        labels: ``(B, T)`` token ids, or -100 for tokens that are not trained.
+        num_items_in_batch: Number N of trained tokens of the optimizer step. None: the number of trained tokens in
+            ``labels``. The divisor is at least 1, so that a batch without trained tokens has loss 0.
 
     Returns:
         Scalar.

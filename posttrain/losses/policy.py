@@ -52,16 +52,17 @@ def importance_log_ratio(
     """Compute the logarithm of the importance ratio, ``(B, T)``. The ratio is the token's probability under the current policy
     divided by its probability under the policy that sampled it.
 
-    ``token``: ``logp - old_logp``. ``sequence``: the mean of these values over the sequence, i.e. the log of the geometric mean
-    of the token ratios, for every token. ``sequence_token``: the same value, but with each token's own gradient.
+    The level ``token`` gives ``logp - old_logp``. The level ``sequence`` gives every token the mean of these log-ratios over
+    its sequence, i.e. the log of the geometric mean of the token ratios. The level ``sequence_token`` gives the same values,
+    but the gradient of a token flows only through its own log-prob.
 
     Args:
         logp: ``(B, T)`` log-probs under the current policy.
         old_logp: ``(B, T)`` log-probs under the policy that sampled the tokens. ``old_logp`` is None if the policy has
-            not changed since then. The log-ratio is then 0, and its gradient is that of ``logp``.
+            not changed since then. The log-ratio is then 0, and its gradient is the gradient of ``logp``.
         mask: ``(B, T)`` bool, loss tokens.
         sequence: ``(B, T)`` sequence index.
-        num_sequences: S.
+        num_sequences: Number of sequences S.
         level: One of `LEVELS`.
 
     Reference: GSPO, arXiv:2507.18071, equations 7 (sequence) and 14 (sequence_token).
@@ -82,7 +83,8 @@ def _mask(ratio: Tensor, low: float, high: float) -> Tensor:
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
-# For each mode: the aggregation of log-ratios over a sequence, and the function that limits the ratio.
+# Modes of rollout correction. Each value contains the aggregation of log-ratios over a sequence, and the function that
+# limits the ratio.
 CORRECTIONS: dict[str, tuple[str, Callable[[Tensor, float, float], Tensor]]] = {
     "token_truncate": ("token", _truncate),
     "token_mask": ("token", _mask),
@@ -103,13 +105,13 @@ def rollout_correction(
     clip_max: float | None,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Compute importance weights ``(B, T)`` that correct for the different log-probs of engine and trainer. They have no
-    gradient.
+    """Compute importance weights ``(B, T)`` that correct for differences between the log-probs of engine and trainer. The
+    weights have no gradient.
 
-    The weight is ``r = exp(d)`` with ``d = logp - rollout_logp`` on loss tokens. d is computed per token (``token_*``), summed
-    over the sequence (``sequence_*``), or averaged over the sequence (``geometric``). The modes ``*_truncate`` then clamp r to
-    the bounds. All other modes set r to 0 if it is outside the bounds. Tokens for which the engine has returned no log-prob
-    (NaN) get the weight 0. Tokens without log-prob contribute d = 0 to the sum or mean of their sequence.
+    The weight is ``r = exp(d)`` with ``d = logp - rollout_logp`` on loss tokens. d is computed per token (``token_*``),
+    summed over the sequence (``sequence_*``), or averaged over the sequence (``geometric``). The modes ``*_truncate`` clamp r
+    to the bounds. All other modes set r to 0 if r is outside the bounds. If the engine has returned no log-prob for a token
+    (NaN), the token gets the weight 0 and contributes d = 0 to the sum or mean of its sequence.
 
     Reference: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS, MIS).
     """
@@ -128,8 +130,8 @@ def rollout_correction(
 def sequence_weight(
     weight: Tensor, rollout_logp: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> tuple[Tensor, Tensor]:
-    """Reduce the weights of a sequence-level correction to one weight per sequence, ``(S,)``. Also return ``(S,)`` bool that is
-    True for sequences with a weight.
+    """Reduce the weights of a sequence-level correction to one weight per sequence, ``(S,)``. Return the weights, and a bool
+    tensor ``(S,)`` that is False for sequences without a weight.
 
     Args:
         weight: ``(B, T)`` weights from `rollout_correction`.
@@ -144,15 +146,16 @@ def sequence_weight(
 
 
 def engine_gap(logp: Tensor, sampled_logp: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Compute metrics of the difference between the log-probs that engine and trainer compute for the same tokens and weights.
+    """Compute metrics of the difference between the log-probs of engine and trainer for the same tokens and weights.
 
     Args:
         logp: Log-probs of the trainer, any shape, nats.
-        sampled_logp: Log-probs of the engine, NaN if it returned no log-prob for a token.
+        sampled_logp: Log-probs of the engine, or NaN for tokens for which the engine has returned no log-prob.
         mask: Loss tokens.
 
     Returns:
-        Mean and maximum of ``|logp - sampled_logp|``, the KL estimate ``mean(rho - 1 - log rho)``, and the fraction of NaN.
+        Metrics by name: mean and maximum of ``|logp - sampled_logp|``, the KL estimate ``mean(rho - 1 - log rho)``, and the
+        fraction of NaN log-probs.
     """
     known = mask & ~sampled_logp.isnan()
     difference = torch.where(known, logp.detach() - sampled_logp, 0.0)
@@ -175,8 +178,8 @@ def off_policy_mask(
     *,
     threshold: float,
 ) -> Tensor:
-    """Return ``(S,)`` bool that is False for sequences to exclude. A sequence is excluded if its advantage is negative
-    and its probability has decreased strongly since it was sampled.
+    """Return a bool tensor ``(S,)`` that is False for sequences to exclude. A sequence is excluded if its advantage is
+    negative and its probability has decreased strongly since sampling.
 
     Sequences with ``A_i >= 0 or mean_t(sampled_logp - logp) <= threshold`` are kept. Tokens without a sampled log-prob (NaN)
     contribute 0 to the mean.
@@ -191,13 +194,14 @@ def off_policy_mask(
 def entropy_mask(
     entropy: Tensor, mask: Tensor, *, quantile: float, gather: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Select the loss tokens whose entropy is at least the ``1 - quantile`` quantile of all loss tokens, ``(B, T)`` bool.
+    """Select the fraction ``quantile`` of loss tokens with the largest entropies. Return a bool mask ``(B, T)``.
 
     Args:
-        entropy: ``(B, T)`` nats.
-        mask: ``(B, T)`` bool.
+        entropy: ``(B, T)`` entropy in nats of the distribution of each token.
+        mask: ``(B, T)`` bool, loss tokens.
         quantile: Fraction of the tokens to select. 0 selects only the token with the maximum entropy.
-        gather: Function that concatenates a 1-D tensor over ranks, so that all ranks use the same threshold.
+        gather: Function that concatenates a 1-D tensor over ranks, so that all ranks use the same threshold. None: one
+            process.
 
     Reference: Beyond the 80/20 rule, arXiv:2506.01939.
     """
@@ -217,8 +221,8 @@ def entropy_mask(
 def clipped(
     log_ratio: Tensor, advantages: Tensor, *, epsilon: float, epsilon_high: float, delta: float | None = None
 ) -> Tensor:
-    """Compute the clipped loss of PPO, ``-min(r A, clip(r, 1 - eps, 1 + eps_high) A)``. With ``delta``, the unclipped r is
-    limited to delta.
+    """Compute PPO's clipped loss ``-min(r A, clip(r, 1 - eps, 1 + eps_high) A)``, where r is the importance ratio. With
+    ``delta``, the unclipped r is limited to delta.
 
     Args:
         log_ratio: ``(B, T)`` log importance ratio.
@@ -237,8 +241,8 @@ def clipped(
 
 
 def cispo(log_ratio: Tensor, advantages: Tensor, logp: Tensor, *, epsilon_high: float) -> Tensor:
-    """Compute the CISPO loss ``-sg(min(r, eps_high)) A log p``. The ratio r is only a limited weight without gradient, so no
-    token loses its gradient as with PPO's clip.
+    """Compute the CISPO loss ``-sg(min(r, eps_high)) A log p``. The ratio r is a limited weight without gradient. Unlike with
+    PPO's clip, no token loses its gradient.
 
     Reference: MiniMax-M1, arXiv:2506.13585, equation 4.
     """
@@ -246,8 +250,8 @@ def cispo(log_ratio: Tensor, advantages: Tensor, logp: Tensor, *, epsilon_high: 
 
 
 def sapo(log_ratio: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float) -> Tensor:
-    """Compute the SAPO loss ``-A (4 / tau) sigmoid(tau (r - 1))``, which uses a smooth function of r instead of a clip. tau
-    depends on the sign of A.
+    """Compute the SAPO loss ``-A (4 / tau) sigmoid(tau (r - 1))``, which uses a smooth function of r instead of a clip. The
+    temperature tau depends on the sign of A.
 
     Reference: SAPO, arXiv:2511.20347, equation 6.
     """
@@ -266,7 +270,7 @@ def surrogate(
     delta: float | None,
     sapo_temperatures: tuple[float, float],
 ) -> Tensor:
-    """Compute the policy loss of each token, ``(B, T)``, with the surrogate called ``name``.
+    """Compute the policy loss of each token with the surrogate ``name``, ``(B, T)``.
 
     Args:
         name: See `LossType`.
@@ -297,16 +301,17 @@ def token_terms(
     corrected: bool,
     **options: Any,
 ) -> Tensor:
-    """Compute the loss ``surrogate + beta * KL`` of each token from its own log-prob. The result has the shape of ``logp``.
+    """Compute the loss ``surrogate + beta * KL`` of each token from the token's own log-prob. The result has the shape of
+    ``logp``.
 
     Args:
-        name: Surrogate.
+        name: Name of the surrogate.
         logp: Log-probs under the current policy.
         advantages: Advantage of each token's completion.
         old_logp: Log-probs at sampling time. ``old_logp`` is None if the policy has not changed since.
-        ref_logp: Log-probs under the reference. None for no KL.
-        beta: Coefficient of the KL.
-        corrected: Whether the KL is multiplied by the importance ratio.
+        ref_logp: Log-probs under the reference. None: no KL penalty.
+        beta: Coefficient of the KL penalty.
+        corrected: Whether the KL penalty is multiplied by the importance ratio.
         options: See `surrogate`.
     """
     log_ratio = logp - (logp.detach() if old_logp is None else old_logp)
@@ -326,8 +331,8 @@ def geometric_ratio(
     epsilon: float,
     epsilon_high: float,
 ) -> Tensor:
-    """Compute GMPO's ratio of each sequence, ``c_i = exp(mean_t d'_t)``, ``(S,)``. The clipped log-ratio ``d'`` is ``min(d,
-    eps_high)`` if A > 0, else ``max(d, -eps)``.
+    """Compute GMPO's ratio ``c_i = exp(mean_t d'_t)`` of each sequence, ``(S,)``. The clipped log-ratio ``d'`` is
+    ``min(d, eps_high)`` if A > 0, and ``max(d, -eps)`` otherwise.
 
     Args:
         log_ratio: ``(B, T)`` token log-ratios d.
@@ -346,7 +351,9 @@ def geometric_ratio(
 
 
 def _by_sign(good: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """Select one of two constants in the dtype of ``like``. With two Python floats, torch.where would return float32."""
+    """Select one of two constants for each element of ``good``, in the dtype of ``like``. With two Python floats, torch.where
+    would return float32.
+    """
     return torch.where(good, like.new_tensor(yes), like.new_tensor(no))
 
 
@@ -361,10 +368,10 @@ def vespo_weight(
     neg: tuple[float, float],
     rollout_weight: Tensor | None = None,
 ) -> Tensor:
-    """Compute VESPO's weight of each sequence, ``phi = exp(lam + k log w - lam w)``, ``(S,)``, where w is the importance ratio
-    of the sequence. It has no gradient.
+    """Compute VESPO's weight ``phi = exp(lam + k log w - lam w)`` of each sequence, ``(S,)``, where w is the sequence's
+    importance ratio. The weight has no gradient.
 
-    A token with the rollout weight 0 contributes ``log 1e-8`` to ``log w``. The weight of the whole sequence is then
+    A token with the rollout weight 0 contributes ``log 1e-8`` to ``log w``. The weight of the token's whole sequence is then
     almost 0, which is intended.
 
     Args:
@@ -373,8 +380,8 @@ def vespo_weight(
         mask: ``(B, T)`` bool.
         sequence: ``(B, T)`` sequence index.
         num_sequences: S.
-        pos: ``(k, lam)`` for A >= 0.
-        neg: ``(k, lam)`` for A < 0.
+        pos: Parameters ``(k, lam)`` for A >= 0.
+        neg: Parameters ``(k, lam)`` for A < 0.
         rollout_weight: ``(B, T)`` weights from `rollout_correction`, or None.
 
     Reference: VESPO, arXiv:2602.10693.
@@ -396,11 +403,11 @@ def vespo(phi: Tensor, advantages: Tensor, logp: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LossType:
-    """Definition of a value of ``loss_type``: its surrogate, its reduction and its ratio level.
+    """Definition of a loss type (a value of ``loss_type``): its surrogate, its reduction and its ratio level.
 
     Attributes:
         surrogate: ``clipped``, ``cispo``, ``sapo``, ``vespo`` or ``geometric``.
-        reduction: How the terms of tokens are reduced to one number; see `posttrain.losses.reduce`.
+        reduction: Name of the reduction of token terms to one number; see `posttrain.losses.reduce`.
         level: Ratio level that the loss type requires. None: the level in the config is used.
     """
 
@@ -410,7 +417,7 @@ class LossType:
 
     @property
     def by_token(self) -> bool:
-        """Whether the surrogate of a token is independent of all other tokens, if there is one ratio per token."""
+        """Whether the surrogate of a token is independent of all other tokens. The property assumes token-level ratios."""
         return self.surrogate in ("clipped", "cispo", "sapo")
 
 
@@ -421,12 +428,12 @@ LOSS_TYPES: dict[str, LossType] = {
     "dapo": LossType("clipped", "token"),
     "cispo": LossType("cispo", "token"),
     "sapo": LossType("sapo", "sequence_token"),
-    # Averages the product of a sequence's term and its length over sequences. All tokens of a sequence have the same term, so
-    # this equals a sum over tokens.
+    # LUSPO multiplies the term of each sequence by its length and averages over sequences. All tokens of a sequence have the
+    # same term, so the product equals a sum over tokens.
     "luspo": LossType("clipped", "constant", "sequence"),
     "vespo": LossType("vespo", "token", "token"),
-    # GMPO has one ratio per completion, so all tokens of a completion have the same term. The mean over its tokens equals this
-    # term.
+    # GMPO has one ratio per completion, so all tokens of a completion have the same term. The mean over the completion's
+    # tokens equals this term.
     "gmpo": LossType("geometric", "sequence_token", "token"),
 }
 
@@ -444,9 +451,10 @@ def clip_metrics(
     surrogate: str = "clipped",
     level: str = "token",
 ) -> dict[str, Metric]:
-    """Compute metrics of the fraction of clipped ratios: ``clip_ratio/{low,high,region}_mean``, ``low_min`` and ``high_max``.
+    """Compute metrics of the fraction of clipped ratios: ``clip_ratio/{low,high,region}_mean``, ``clip_ratio/low_min`` and
+    ``clip_ratio/high_max``.
 
-    A sequence-level ratio is counted once per sequence. For surrogates without a clip, the result is empty.
+    A sequence-level ratio is counted once per sequence. For surrogates without a clip, the function returns no metrics.
     """
     ratio = log_ratio.detach().exp()
     lengths = sequence_sum(mask.float(), mask, sequence, num_sequences)
@@ -474,7 +482,7 @@ def clip_metrics(
     }
 
 
-# Maximum exponent. exp(20) is 5e8, so a single token with this weight would already dominate the loss.
+# Maximum absolute value of the exponent in k3. A token with exp(20) = 5e8 already dominates the loss.
 CLAMP = 20.0
 
 
@@ -499,8 +507,8 @@ def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def kl_penalty(logp: Tensor, ref_logp: Tensor, log_ratio: Tensor | None = None) -> Tensor:
-    """Compute the KL estimate `k3`. If ``log_ratio`` is passed, the estimate is multiplied by the importance ratio
-    ``exp(log_ratio)``.
+    """Compute the KL estimate `k3` of each token. If ``log_ratio`` is passed, the estimate is multiplied by the importance
+    ratio ``exp(log_ratio)``.
     """
     kl = k3(logp, ref_logp)
     return kl if log_ratio is None else kl * log_ratio.exp()

@@ -1,7 +1,7 @@
-"""PPO: token rewards, generalized advantage estimation, whitening, and the clipped value loss.
+"""PPO's token rewards, generalized advantage estimation, whitening, and clipped value loss.
 
-A response of L tokens (at most T) has one state before each token, ``0..L-1``. If ``L < T``, it has one more state after the
-last token. The score of the response is added to the reward of the last state.
+A response of L tokens (at most T) has one state before each token, with the indices ``0..L-1``. If ``L < T``, the response
+has one more state after its last token. The score of the response is added to the reward of its last state.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = [
     "whiten",
 ]
 
-# Constant that avoids division by 0 if all values are equal.
+# Constant that is added to the variance to avoid division by 0 if all values are equal.
 WHITEN_EPS = 1e-8
 
 
 def response_masks(lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return two masks ``(S, T)`` for S responses of up to T tokens: one of tokens, and one of states with a value.
+    """Return two masks for S responses of up to T tokens: a mask of tokens, and a mask of states with a value.
 
     ``tokens[i, t] = t < L_i`` and ``states[i, t] = t < min(L_i + 1, T)``.
 
     Args:
-        lengths: ``(S,)`` int, tokens of each response.
+        lengths: ``(S,)`` int, number of tokens of each response.
         width: T, the maximum number of tokens of a response.
 
     Returns:
@@ -52,14 +52,15 @@ def response_masks(lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def token_rewards(
     logp: Tensor, ref_logp: Tensor, scores: Tensor, lengths: Tensor, *, kl_coef: float, kl_estimator: str = "k1"
 ) -> tuple[Tensor, Tensor]:
-    """Compute the reward of each token, ``r_t = -kl_coef * kl_t``, and add the score to the reward of the last state.
+    """Compute the reward ``r_t = -kl_coef * kl_t`` of each token, and add the score to the reward of a response's last
+    state.
 
     Args:
         logp: ``(S, T)`` log-probs of the sampled tokens at sampling time, in nats. T is the maximum length of a response.
         ref_logp: ``(S, T)`` log-probs under the reference.
         scores: ``(S,)`` score of each response.
-        lengths: ``(S,)`` int, number of tokens of each response. Entries after the last token are not used.
-        kl_coef: Weight of the penalty.
+        lengths: ``(S,)`` int, number of tokens of each response. Log-probs after the last token are ignored.
+        kl_coef: Weight of the KL penalty.
         kl_estimator: ``k1`` or ``k3``, see `posttrain.losses.policy`.
 
     Returns:
@@ -75,14 +76,14 @@ def token_rewards(
 
 
 def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Compute generalized advantages ``A_t = d_t + gamma lam A_{t+1}`` with ``d_t = r_t + gamma V_{t+1} - V_t``. After the last
-    state, V and A are 0.
+    """Compute the generalized advantages ``A_t = d_t + gamma lam A_{t+1}`` with ``d_t = r_t + gamma V_{t+1} - V_t``. After
+    the last state of a response, V and A are 0.
 
     Args:
-        rewards: ``(S, T)``, 0 after a response's last state.
-        values: ``(S, T)``, 0 after a response's last state.
+        rewards: ``(S, T)`` rewards r, 0 after a response's last state.
+        values: ``(S, T)`` values V, 0 after a response's last state.
         gamma: Discount per token, in [0, 1].
-        lam: Lambda of GAE. 1 gives the Monte-Carlo return, and 0 gives the one-step error.
+        lam: Lambda of GAE. 1 gives the Monte-Carlo return minus the value, and 0 gives the one-step error.
 
     Returns:
         Advantages and returns ``A + V``, ``(S, T)`` each.
@@ -104,8 +105,8 @@ def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> tuple[T
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, mean, and sum of squared deviations of a set of numbers. `merge_moments` merges the moments of several ranks
-    exactly.
+    """Count, mean, and sum of squared deviations of a set of numbers. `merge_moments` computes the exact moments over several
+    ranks.
     """
 
     count: float
@@ -119,7 +120,7 @@ class Moments:
 
 
 def moments(values: Tensor, mask: Tensor) -> Moments:
-    """Return the `Moments` of the values that the mask selects. All moments are 0 if the mask selects no value."""
+    """Compute the `Moments` of the values that the mask selects. All moments are 0 if the mask selects no value."""
     kept = values[mask.bool()].double()
     if not kept.numel():
         return Moments(0.0, 0.0, 0.0)
@@ -128,8 +129,8 @@ def moments(values: Tensor, mask: Tensor) -> Moments:
 
 
 def merge_moments(parts: Iterable[Moments]) -> Moments:
-    """Return the `Moments` of all numbers together. The result does not depend on how the numbers are split into
-    ``parts``.
+    """Compute the `Moments` of the union of several sets from the moments of the sets. The result does not depend on how the
+    numbers are split into ``parts``.
 
     Reference: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", equation 2.1.
     """
@@ -142,17 +143,17 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
 
 
 def whiten(values: Tensor, mask: Tensor, statistics: Moments, *, shift_mean: bool = True) -> Tensor:
-    """Standardize the selected values: ``(v - mean) / sqrt(var + 1e-8)`` where the mask is True, else 0. With
-    ``shift_mean=False``, the mean is added again.
+    """Standardize the values that the mask selects to ``(v - mean) / sqrt(var + 1e-8)``. All other values become 0. With
+    ``shift_mean=False``, the mean is added afterwards.
 
     Args:
-        values: Any shape.
-        mask: Same shape, bool.
-        statistics: Moments of all values that are whitened together, including those of other ranks.
-        shift_mean: Whether to subtract the mean. If False, values are only scaled.
+        values: Tensor of any shape.
+        mask: Bool mask of the same shape.
+        statistics: Moments of all values that are whitened together, including the values of other ranks.
+        shift_mean: Whether the result has the mean 0. If False, the result has the original mean.
 
     Returns:
-        Tensor of the same shape. If there are fewer than two values, they have no variance and are returned unchanged.
+        Tensor of the same shape. A single value has no variance and is returned unchanged.
 
     Raises:
         DataError: ``statistics.count`` is 0.
@@ -174,7 +175,8 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
         values: ``(B, T)`` current values.
         old_values: ``(B, T)`` values when the response was sampled.
         returns: ``(B, T)`` returns R, which are the targets of the values.
-        cliprange: Maximum distance c from the old value. Beyond it, the gradient is 0.
+        cliprange: Maximum distance c of the clipped value from the old value. Beyond this distance, the gradient of the
+            clipped term is 0.
 
     Reference: Implementation matters in deep policy gradients, arXiv:2005.12729, section 3, item 1.
     """

@@ -1,15 +1,16 @@
-"""Losses on preference pairs: DPO and its variants, and CPO, SimPO, AlphaPO, TPO and ORPO, which need no reference model.
+"""Losses on preference pairs: DPO and its variants, and the reference-free losses CPO, SimPO, AlphaPO, TPO and ORPO.
 
 The arguments of every function are tensors ``(P,)`` in float32 or float64 with one number per pair. The return value is
 ``(P,)``, one loss per pair. Names of arguments:
 
 - ``logp``: sum of log-probs over the tokens of the completion, in nats;
-- ``ratio``: this sum minus the sum under the reference model;
-- ``score``: the ratio after its f-divergence link (`posttrain.losses.divergence`);
+- ``ratio``: the sum of log-probs under the policy minus the sum under the reference model;
+- ``score``: the score of the ratio under an f-divergence (`posttrain.losses.divergence`);
 - ``length``: number of tokens of the completion.
 
-In formulas, ``+`` and ``-`` mark the chosen and the rejected completion, L is the ratio, ``d = s+ - s-`` is the difference of
-scores, and lsig is the log-sigmoid. The tables at the end of the module list the tensors and scalars of each loss type.
+In formulas, ``+`` marks the chosen and ``-`` the rejected completion. L is the ratio, s is the score, ``d = s+ - s-`` is the
+difference of scores, and lsig is the log-sigmoid. The tables at the end of the module list the tensors and scalars of each
+loss type.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ __all__ = [
 ]
 
 
-# Scores are limited to this value before they are squared, because some f-divergences give exponentially large scores. Its
-# square, 1e36, is finite in float32.
+# Scores are limited to this value before they are squared, because some f-divergences give exponentially large scores. The
+# square of the limit, 1e36, is finite in float32.
 MAX_SQUARED = 1e18
 
 
@@ -66,8 +67,8 @@ def _square(x: Tensor) -> Tensor:
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute the loss of DPO, ``-lsig(beta d)``. The loss increases the score of the chosen completion relative to the
-    score of the rejected completion.
+    """Compute the DPO loss ``-lsig(beta d)``. The loss increases the score of the chosen completion relative to the score of
+    the rejected completion.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -86,7 +87,8 @@ def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute the hinge loss ``max(0, 1 - beta d)``, ``(P,)``. The gradient is 0 if the difference d is at least ``1 / beta``.
+    """Compute the hinge loss ``max(0, 1 - beta d)``, ``(P,)``. The gradient is 0 if the difference d of the scores is at
+    least ``1 / beta``.
 
     Reference: Statistical rejection sampling (RSO), arXiv:2309.06657; SLiC-HF, arXiv:2305.10425.
     """
@@ -94,8 +96,8 @@ def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def squared_gap(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute ``(d - 1 / (2 beta))^2``, ``(P,)``. The loss moves the difference d of the scores to the target
-    ``1 / (2 beta)``.
+    """Compute the squared loss ``(d - 1 / (2 beta))^2``, ``(P,)``. The loss moves the difference d of the scores to the
+    target ``1 / (2 beta)``.
 
     Reference: A general theoretical paradigm (IPO), arXiv:2310.12036, equation 17.
     """
@@ -103,7 +105,7 @@ def squared_gap(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def ipo(chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length: Tensor, *, beta: float) -> Tensor:
-    """Compute ``(s+/N+ - s-/N- - 1 / (2 beta))^2``, ``(P,)``, which is `squared_gap` with scores per token.
+    """Compute the IPO loss ``(s+/N+ - s-/N- - 1 / (2 beta))^2``, ``(P,)``, i.e. `squared_gap` of scores per token.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -119,8 +121,8 @@ def ipo(chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length
 
 
 def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute the reverse KL divergence from the smoothed label, ``sig(beta d) [lsig(beta d) - log(1-eps)] + sig(-beta d)
-    [lsig(-beta d) - log eps]``.
+    """Compute the EXO loss ``sig(beta d) [lsig(beta d) - log(1-eps)] + sig(-beta d) [lsig(-beta d) - log eps]``. The EXO loss
+    is the reverse KL divergence from the smoothed label.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -129,7 +131,7 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
         label_smoothing: eps in (0, 1), the probability that the label is wrong.
 
     Returns:
-        ``(P,)``, never negative, and 0 for ``sig(beta d) = 1 - eps``.
+        ``(P,)`` losses, which are never negative, and 0 for ``sig(beta d) = 1 - eps``.
 
     Raises:
         ConfigError: ``label_smoothing`` is not in (0, 1).
@@ -147,7 +149,7 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
 
 
 def nca_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2``, ``(P,)``. The loss prevents chosen
+    """Compute the NCA loss ``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2``, ``(P,)``. The loss prevents chosen
     completions from becoming less likely.
 
     Reference: Noise contrastive alignment (NCA), arXiv:2402.05369.
@@ -157,17 +159,17 @@ def nca_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute ``[-(1 - eps) lsig(beta d) + eps lsig(-beta d)] / (1 - 2 eps)``. If a fraction eps of the labels is
-    flipped, the expectation of this loss is the DPO loss on the correct labels.
+    """Compute the robust DPO loss ``[-(1 - eps) lsig(beta d) + eps lsig(-beta d)] / (1 - 2 eps)``. If a fraction eps of the
+    labels is flipped, the expectation of the loss is the DPO loss on the correct labels.
 
     Args:
         chosen: ``(P,)`` scores s+.
         rejected: ``(P,)`` scores s-.
         beta: Strength of the regularization towards the reference.
-        label_smoothing: eps in [0, 0.5).
+        label_smoothing: eps in [0, 0.5), the probability that a label is wrong.
 
     Returns:
-        ``(P,)``; can be negative.
+        ``(P,)`` losses, which can be negative.
 
     Raises:
         ConfigError: ``label_smoothing`` is not in [0, 0.5).
@@ -184,8 +186,8 @@ def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: fl
 
 
 def bco_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``-lsig(beta L+) - lsig(-beta L-)``, ``(P,)``. Each log-ratio is compared with 0, and not with a running mean as
-    in `posttrain.losses.unpaired.bco`.
+    """Compute the BCO loss of pairs, ``-lsig(beta L+) - lsig(-beta L-)``, ``(P,)``. No running mean of rewards is subtracted,
+    unlike in `posttrain.losses.unpaired.bco`.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
@@ -193,7 +195,7 @@ def bco_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def sppo_hard(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2``, ``(P,)``. The chosen log-ratio has the target
+    """Compute the SPPO loss ``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2``, ``(P,)``. The chosen log-ratio has the target
     ``1 / (2 beta)``, and the rejected log-ratio has the target ``-1 / (2 beta)``.
 
     Reference: Self-play preference optimization (SPPO), arXiv:2405.00675, with hard labels.
@@ -203,8 +205,8 @@ def sppo_hard(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> T
 
 
 def smoothed_sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute ``-(1 - eps) lsig(beta d) - eps lsig(-beta d)``, ``(P,)``, the cross-entropy loss with smoothed labels
-    (conservative DPO).
+    """Compute the cross-entropy with smoothed labels, ``-(1 - eps) lsig(beta d) - eps lsig(-beta d)``, ``(P,)`` (conservative
+    DPO).
 
     Reference: Mitchell 2023, "A note on DPO with noisy preferences"; as CPO without a reference, arXiv:2401.08417.
     """
@@ -221,22 +223,23 @@ def aot(
     beta: float,
     label_smoothing: float,
 ) -> Tensor:
-    """Compute `smoothed_sigmoid` of sorted differences of log-probs, with the policy's differences compared to the
-    reference's.
+    """Compute the AOT loss: `smoothed_sigmoid` of the policy's sorted differences of log-probs minus the reference's sorted
+    differences.
 
-    The i-th value of ``u = sort(log pi+ - log pi-)`` should exceed the i-th value of ``v = sort(log rho+ - log rho-)``. The
-    distribution of u then dominates that of v (first-order stochastic dominance).
+    The loss increases the i-th value of ``u = sort(log pi+ - log pi-)`` relative to the i-th value of
+    ``v = sort(log rho+ - log rho-)``. If every value of u exceeds the value of v, the distribution of u dominates the
+    distribution of v (first-order stochastic dominance).
 
     Args:
-        chosen_logp: ``(P,)``.
-        rejected_logp: ``(P,)``.
-        ref_chosen_logp: ``(P,)``.
-        ref_rejected_logp: ``(P,)``.
+        chosen_logp: ``(P,)`` policy's log-probs of chosen completions.
+        rejected_logp: ``(P,)`` policy's log-probs of rejected completions.
+        ref_chosen_logp: ``(P,)`` reference's log-probs of chosen completions.
+        ref_rejected_logp: ``(P,)`` reference's log-probs of rejected completions.
         beta: Strength of the regularization towards the reference.
         label_smoothing: eps in [0, 1].
 
     Returns:
-        ``(P,)`` in sorted order. The i-th term belongs to the i-th smallest values and not to the i-th pair.
+        ``(P,)`` losses in sorted order. The i-th loss belongs to the i-th smallest values and not to the i-th pair.
 
     Reference: Distributional preference alignment (AOT), arXiv:2406.05882.
     """
@@ -245,7 +248,8 @@ def aot(
 
 
 def aot_unpaired(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute `smoothed_sigmoid` of sorted chosen and sorted rejected log-ratios, ``(P,)`` in sorted order.
+    """Compute `smoothed_sigmoid` of the sorted chosen log-ratios minus the sorted rejected log-ratios. The ``(P,)`` losses
+    are in sorted order.
 
     Reference: Distributional preference alignment (AOT), arXiv:2406.05882.
     """
@@ -254,8 +258,8 @@ def aot_unpaired(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float, l
 
 
 def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``. The loss makes chosen completions more likely and
-    rejected completions less likely.
+    """Compute the APO-zero loss ``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``. The loss makes chosen completions more
+    likely and rejected completions less likely.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -263,8 +267,8 @@ def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``. The loss makes both completions less likely, the
-    rejected one more than the chosen one.
+    """Compute the APO-down loss ``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``. The loss makes both completions less
+    likely, and the rejected completion more so than the chosen completion.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -272,7 +276,7 @@ def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: float) -> Tensor:
-    """Compute ``(1 - g)(-lsig(a)) + g exp(-a)`` with ``a = beta d`` and ``g = sig(a / tau)``, ``(P,)``.
+    """Compute the DiscoPOP loss ``(1 - g)(-lsig(a)) + g exp(-a)`` with ``a = beta d`` and ``g = sig(a / tau)``, ``(P,)``.
 
     The second term is computed as ``exp(-a + lsig(a / tau))``, which avoids 0 times infinity for very negative a. The loss is
     not convex. For tau below 0.102, the slope of the loss at a = 0 is positive, so the first optimizer steps decrease
@@ -288,7 +292,8 @@ def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: flo
 def sigmoid_norm(
     chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length: Tensor, *, beta: float
 ) -> Tensor:
-    """Compute ``-lsig(beta (s+/N+ - s-/N-))``, ``(P,)``. Dividing scores by lengths avoids a preference for long completions.
+    """Compute the length-normalized DPO loss ``-lsig(beta (s+/N+ - s-/N-))``, ``(P,)``. Dividing scores by lengths avoids a
+    preference for long completions.
 
     Reference: Tülu 3, arXiv:2411.15124.
     """
@@ -296,27 +301,28 @@ def sigmoid_norm(
 
 
 def mean_nll(logp: Tensor, length: Tensor, *, mean_length: float | None = None) -> Tensor:
-    """Compute ``-P log pi / sum n``. The mean of these terms over rows equals the mean over all **tokens** of the rows.
+    """Compute the loss term ``-P log pi / sum n`` of each row. The mean of these terms over P rows equals the mean negative
+    log-likelihood over all **tokens** of the rows.
 
     Args:
         logp: ``(P,)`` sums of log-probs, without length desensitization.
         length: ``(P,)`` number of tokens in each sum.
-        mean_length: Mean number of tokens per row over the whole optimizer step. None: the mean over the rows of this call.
+        mean_length: Mean number of tokens per row over the whole optimizer step. None: the mean over the rows in ``length``.
 
     Returns:
-        ``(P,)``. The term of a row without tokens is 0.
+        ``(P,)`` terms. The term of a row without tokens is 0.
     """
     per_row = length.to(logp).sum().clamp_min(1) / length.numel() if mean_length is None else mean_length
     return -logp / per_row
 
 
 def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float, label_smoothing: float) -> Tensor:
-    """Compute `smoothed_sigmoid` of ``u - gamma / beta``, where u is the difference of the mean log-probs per token. The loss
-    requires that u exceeds the margin ``gamma / beta``.
+    """Compute the SimPO loss: `smoothed_sigmoid` of ``u - gamma / beta``, where u is the difference of the mean log-probs per
+    token. The loss favors a difference u above the margin ``gamma / beta``.
 
     Args:
-        chosen: ``(P,)`` mean log-prob per token, or its `alpha_reward`.
-        rejected: ``(P,)`` same for the rejected completions.
+        chosen: ``(P,)`` mean log-prob per token of the chosen completions, or its `alpha_reward`.
+        rejected: ``(P,)`` mean log-prob per token of the rejected completions, or its `alpha_reward`.
         beta: Scale of the reward.
         gamma: Margin of the scaled reward.
         label_smoothing: eps in [0, 1].
@@ -327,15 +333,15 @@ def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float, label_
 
 
 def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Compute the logarithm of the odds ratio, ``(a - b) - [log(1 - e^a) - log(1 - e^b)]``, ``(P,)``, for mean log-probs a
-    and b per token. The result is float32 or float64.
+    """Compute the logarithm of the odds ratio, ``(a - b) - [log(1 - e^a) - log(1 - e^b)]``, ``(P,)``. a and b are mean
+    log-probs per token. The result is float32 or float64.
     """
     a, b = (x if x.dtype == torch.float64 else x.float() for x in (chosen, rejected))
     return a - b - (log1mexp(a) - log1mexp(b))
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute ORPO's penalty ``-beta lsig(o)``, ``(P,)``, where o is `log_odds_ratio`. ORPO adds it to the negative
+    """Compute ORPO's penalty ``-beta lsig(o)``, ``(P,)``, where o is `log_odds_ratio`. ORPO adds the penalty to the negative
     log-likelihood.
 
     Reference: ORPO, arXiv:2403.07691, equation 6.
@@ -345,18 +351,19 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Loss function with the names of its inputs. A call selects these inputs from a mapping, which may contain other entries.
+    """Loss function with the names of its inputs. A call selects the inputs from a mapping, which may contain additional
+    entries.
 
     Attributes:
         function: The loss function.
-        tensors: Names of the tensors that the function needs, in the order of its arguments. For DPO, they are keys of the
-            mapping that `posttrain.losses.divergence.pair_values` returns.
+        tensors: Names of the tensors that the function needs, in the order of its arguments. For DPO, the names are keys of
+            the mapping that `posttrain.losses.divergence.pair_values` returns.
         scalars: Names of the scalar arguments of the function.
         per_token: Whether scores or log-probs are divided by the number of tokens. beta should then be one or two orders of
             magnitude larger than for sums.
-        kind: Unit to which a loss term belongs. ``pair``: a pair. ``sorted``: a position in the sorted order, so that
-            weights of pairs are not possible. ``likelihood``: a chosen completion.
-        of_margin: Whether the loss is a smooth function of the difference between the two scores, and of nothing else.
+        kind: Unit to which a loss term belongs. ``pair``: a pair. ``sorted``: a position in the sorted order, so that pairs
+            cannot have weights. ``likelihood``: a chosen completion.
+        of_margin: Whether the loss is a smooth function of only the difference between the two scores.
     """
 
     function: Callable[..., Tensor]
@@ -399,7 +406,8 @@ DPO_LOSSES: dict[str, Formula] = {
     "sigmoid_norm": Formula(sigmoid_norm, _SCORES_AND_LENGTHS, per_token=True, of_margin=True),
 }
 
-# In these losses without a reference, the "scores" are sums of the policy's log-probs, or with ``per_token`` means per token.
+# In losses without a reference, the "scores" are sums of the policy's log-probs. With ``per_token``, the "scores" are means
+# per token.
 _SIMPO = Formula(simpo, scalars=("beta", "gamma", "label_smoothing"), per_token=True)
 _REFERENCE_FREE = {
     "sigmoid": Formula(smoothed_sigmoid, scalars=_SMOOTHED),
@@ -411,13 +419,13 @@ TPO_LOSSES: dict[str, Formula] = {**_REFERENCE_FREE, "tpo-l": _SIMPO}
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
-    """Compute the Bradley-Terry loss ``-log sigmoid(r+ - r- - m)``. The chosen score should exceed the rejected score by at
-    least the margin m.
+    """Compute the Bradley-Terry loss ``-log sigmoid(r+ - r- - m)``. The loss favors chosen scores that exceed rejected scores
+    by more than the margin m.
 
     Args:
         chosen: ``(P,)`` scores r+.
         rejected: ``(P,)`` scores r-.
-        margin: ``(P,)`` margin m. None is 0.
+        margin: ``(P,)`` margin m. None: m is 0.
 
     Returns:
         ``(P,)``.
@@ -429,8 +437,8 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 
 
 def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Compute ``(r+ + r-)^2``, ``(P,)``. This term keeps the mean score close to 0. Losses on differences of scores do
-    not determine this mean.
+    """Compute the penalty ``(r+ + r-)^2`` of each pair, ``(P,)``. The penalty keeps the mean score close to 0, because losses
+    on differences of scores do not determine the mean.
 
     Reference: Helping or herding, arXiv:2312.09244, equation 2.
     """

@@ -1,4 +1,4 @@
-"""Reduce the loss terms of tokens to a scalar. Losses are averaged over tokens only in this module.
+"""Reductions of the loss terms of tokens to a scalar. All averages of losses over tokens are computed in this module.
 
 Loss terms are divided by counts over the **whole optimizer step**, i.e. over all micro-batches and ranks. The gradient
 therefore does not depend on how a batch is split into micro-batches. The only exception is ``local_token`` (loss type
@@ -37,11 +37,11 @@ class Denominators:
 
     Attributes:
         tokens: Number of loss tokens over all micro-batches and ranks.
-        sequences: Number of sequences over all micro-batches and ranks. The branches of an episode count as one sequence
-            (`posttrain.types.Batch.shares`).
+        sequences: Number of sequences over all micro-batches and ranks. All branches of an episode together are counted as
+            one sequence (`posttrain.types.Batch.shares`).
         passes: Number of forward passes over all micro-batches and ranks. Only ``local_token`` divides by this number.
         world_size: Number of ranks. The loss is multiplied by this number, because data parallelism averages gradients.
-        named: Other counts that a method divides by, for example the number of tokens of chosen answers.
+        named: Additional counts by which a method divides, for example the number of tokens of chosen answers.
     """
 
     tokens: float
@@ -55,7 +55,7 @@ class Denominators:
 
         Args:
             num_items_in_batch: The divisor, as a number or a tensor with one element. None keeps the counts unchanged.
-            allowed: Whether the loss is a sum over label tokens. Other losses have no such divisor.
+            allowed: Whether the loss is a sum over label tokens. Only such losses can be divided by a number of tokens.
 
         Raises:
             ConfigError: The loss is not a sum over label tokens, or the divisor is not above 0.
@@ -75,28 +75,29 @@ class Denominators:
 
 
 def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Sum the values ``(B, T)`` over the tokens of each sequence for which the mask is True, ``(S,)``."""
-    # Add masked-out tokens to index S, which is then dropped. Boolean indexing would synchronize with the device.
+    """Sum the values ``(B, T)`` of each sequence over its tokens at which the mask is True. Return ``(S,)`` sums."""
+    # Add the values of masked-out tokens to index S, which is then dropped. Boolean indexing would synchronize with the
+    # device.
     place = torch.where(mask & (sequence >= 0), sequence, num_sequences)
     return values.new_zeros(num_sequences + 1).index_add(0, place.flatten(), values.flatten())[:num_sequences]
 
 
 def sequence_lengths(mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Count the tokens of each sequence for which the mask is True. Return ``(S,)`` float32, at least 1."""
+    """Count the tokens of each sequence at which the mask is True. Return ``(S,)`` counts in float32, at least 1."""
     return sequence_sum(mask.float(), mask, sequence, num_sequences).clamp_min(1.0)
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Average the values ``(B, T)`` over the tokens of each sequence for which the mask is True, ``(S,)``. Sequences without
-    such tokens get 0.
+    """Average the values ``(B, T)`` of each sequence over its tokens at which the mask is True. Return ``(S,)`` means. The
+    mean of a sequence without such tokens is 0.
     """
     sums = sequence_sum(values, mask, sequence, num_sequences)
     return sums / sequence_lengths(mask, sequence, num_sequences).to(sums)
 
 
 def spread(values: Tensor, sequence: Tensor) -> Tensor:
-    """Copy the value of each sequence, ``(S,)``, to all of its tokens, ``(B, T)``. Tokens of no sequence get 0. Values that
-    already have the shape ``(B, T)`` are returned unchanged.
+    """Copy the value of each sequence, ``(S,)``, to all tokens of the sequence, ``(B, T)``. Tokens that belong to no sequence
+    get 0. Values of shape ``(B, T)`` are returned unchanged.
     """
     if values.shape == sequence.shape:
         return values
@@ -108,7 +109,9 @@ def _masked_sum(terms: LossTerms) -> Tensor:
 
 
 def _token(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute ``sum l*m / N``, where N is the number of loss tokens of the step. All tokens have the same weight (DAPO)."""
+    """Compute ``sum l*m / N``, where N is the number of loss tokens of the optimizer step. All tokens have the same weight
+    (DAPO).
+    """
     tokens = counts.tokens if terms.count is None else counts.named.get(terms.count, 1.0)
     return _masked_sum(terms) / (tokens or 1.0)
 
@@ -124,20 +127,20 @@ def _sequence_token(terms: LossTerms, counts: Denominators) -> Tensor:
 
 
 def _sequence(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute the mean ``mean_i l_i`` of loss terms that belong to sequences."""
+    """Compute the mean ``mean_i l_i`` of loss terms that belong to whole sequences."""
     total = _masked_sum(terms if terms.share is None else replace(terms, terms=terms.terms * terms.share))
     return total / (counts.sequences or 1.0)
 
 
 def _constant(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute ``sum l*m / (S * L)`` for S sequences. L is a constant, so there is no length bias (Dr. GRPO)."""
+    """Compute ``sum l*m / (S * L)`` for S sequences. L is a constant, so the loss has no length bias (Dr. GRPO)."""
     assert terms.constant is not None
     return _masked_sum(terms) / ((counts.sequences or 1.0) * terms.constant)
 
 
 def _local_token(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute the mean ``sum l*m / sum m`` over the loss tokens of this micro-batch. These means are averaged over
-    micro-batches (BNPO).
+    """Compute the mean ``sum l*m / sum m`` over the loss tokens of one micro-batch. The means are averaged over micro-batches
+    (BNPO).
     """
     return _masked_sum(terms) / terms.mask.sum().clamp_min(1) / (counts.passes or 1.0)
 
@@ -154,14 +157,14 @@ REDUCTIONS: dict[str, Callable[[LossTerms, Denominators], Tensor]] = {
 def row_terms(
     batch: Batch, values: Tensor, *, branches: int = 1, metrics: dict[str, Metric] | None = None
 ) -> LossTerms:
-    """Create the `LossTerms` of a loss with one term per dataset row. The terms are averaged over the rows of the optimizer
-    step.
+    """Create the `LossTerms` of a loss with one term per dataset row. `reduce` averages the terms over the rows of the
+    optimizer step.
 
     The term of a row is repeated for all of its completions, so that the mean over sequences equals the mean over rows.
 
     Args:
-        batch: Batch, collated with ``whole_rows=True`` if ``branches`` is above 1.
-        values: ``(S / branches,)`` loss terms in the order of the rows. For ``branches=1``, they are in the order of the
+        batch: Batch of the terms. If ``branches`` is above 1, the batch must be collated with ``whole_rows=True``.
+        values: ``(S / branches,)`` loss terms in the order of the rows. For ``branches=1``, the terms are in the order of the
             batch's sequences.
         branches: Number of completions per row.
         metrics: Metrics to log.
@@ -171,11 +174,11 @@ def row_terms(
 
 
 def reduce(terms: LossTerms, denominators: Denominators) -> Tensor:
-    """Return the contribution of this forward pass to the loss of the optimizer step, times ``world_size``. The trainer
-    calls ``backward()`` on the result.
+    """Compute the contribution of one forward pass to the loss of the optimizer step, times ``world_size``. The trainer calls
+    ``backward()`` on the result.
 
-    If there are no loss tokens, the result is 0, but it still depends on the loss terms. The backward pass of this
-    result runs the same collective operations as on other ranks.
+    Without loss tokens, the result is 0. It still depends on the loss terms, so that its backward pass runs the same
+    collective operations as on other ranks.
 
     Raises:
         ConfigError: ``terms.reduction`` is not in `REDUCTIONS`.

@@ -1,7 +1,7 @@
-"""Losses on single completions labeled good or bad: KTO, APO, and BCO.
+"""Losses on single completions that are labeled good or bad: KTO, APO, and BCO.
 
-The arguments of every function are tensors ``(S,)`` with one number per completion. L is the log-ratio ``log pi(y) - log
-rho(y)``, summed over tokens.
+The arguments of every function are tensors ``(S,)`` with one number per completion. L is the log-ratio
+``log pi(y) - log rho(y)``, summed over tokens.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ __all__ = [
 
 
 def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Return the sum and the number of log-ratios of mismatched prompts and completions, ``(2,)``. The totals are added
-    over ranks and passed to `kl_baseline`.
+    """Return the sum and the number of log-ratios of mismatched prompts and completions. The caller sums both over ranks and
+    passes them to `kl_baseline`.
 
     Args:
-        log_ratio: ``(S,)`` log-ratio L of another prompt's completion after each prompt.
-        valid: ``(S,)`` bool that is True for prompts with a completion of another prompt. None: all.
+        log_ratio: ``(S,)`` log-ratios L of prompts that are followed by another prompt's completion.
+        valid: Bool tensor ``(S,)``, True for prompts that are followed by a completion of another prompt. None: all are
+            True.
 
     Returns:
-        ``(2,)`` in the dtype of ``log_ratio``, no gradient.
+        ``(2,)`` totals in the dtype of ``log_ratio``, without gradient.
     """
     valid = torch.ones_like(log_ratio, dtype=torch.bool) if valid is None else valid
     kept = torch.where(valid, log_ratio.detach(), 0.0)
@@ -47,7 +48,7 @@ def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
 
 def kl_baseline(totals: Tensor) -> Tensor:
     """Compute KTO's baseline ``z0 = max(0, sum L / count)`` from the `kl_totals` of all ranks. The baseline is a scalar
-    without gradient. It is 0 if count is 0.
+    without gradient. If count is 0, the baseline is 0.
 
     Reference: KTO, arXiv:2402.01306, section 4.
     """
@@ -63,18 +64,19 @@ def kto(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:
-    """Compute ``w_D [1 - sig(beta (L - z0))]`` for a good completion and ``w_U [1 - sig(beta (z0 - L))]`` for a bad one.
+    """Compute the KTO loss: ``w_D [1 - sig(beta (L - z0))]`` for good and ``w_U [1 - sig(beta (z0 - L))]`` for bad
+    completions.
 
     Args:
-        log_ratio: ``(S,)`` L.
-        desirable: ``(S,)`` bool.
-        baseline: Scalar z0 of `kl_baseline`; gets no gradient.
+        log_ratio: ``(S,)`` log-ratios L.
+        desirable: Bool tensor ``(S,)``, True for good completions.
+        baseline: Scalar z0 from `kl_baseline`, which gets no gradient.
         beta: Strength of the regularization towards the reference.
-        desirable_weight: w_D.
-        undesirable_weight: w_U.
+        desirable_weight: Weight w_D of good completions.
+        undesirable_weight: Weight w_U of bad completions.
 
     Returns:
-        ``(S,)``, between 0 and the weight.
+        ``(S,)`` losses between 0 and the weight.
 
     Reference: KTO, arXiv:2402.01306, section 4.
 
@@ -89,7 +91,8 @@ def kto(
 def apo_zero_unpaired(
     log_ratio: Tensor, desirable: Tensor, *, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Tensor:
-    """Compute ``w_D [1 - sig(beta L)]`` (good) or ``w_U sig(beta L)`` (bad), ``(S,)``. This is `kto` with the baseline 0.
+    """Compute the APO-zero loss: ``w_D [1 - sig(beta L)]`` for good and ``w_U sig(beta L)`` for bad completions. The loss is
+    `kto` with the baseline 0.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -100,12 +103,12 @@ def apo_zero_unpaired(
 def bco(
     log_ratio: Tensor, desirable: Tensor, shift: Tensor | float, weight: Tensor | None = None, *, beta: float
 ) -> Tensor:
-    """Compute ``-lsig(beta L - delta)`` for a good completion and ``-w lsig(-(beta L - delta))`` for a bad one.
+    """Compute the BCO loss: ``-lsig(beta L - delta)`` for good and ``-w lsig(-(beta L - delta))`` for bad completions.
 
     Args:
-        log_ratio: ``(S,)`` L.
-        desirable: ``(S,)`` bool.
-        shift: delta, the running mean of the rewards ``beta L``; gets no gradient.
+        log_ratio: ``(S,)`` log-ratios L.
+        desirable: Bool tensor ``(S,)``, True for good completions.
+        shift: Running mean delta of the rewards ``beta L``, which gets no gradient.
         weight: ``(S,)`` weights w of bad completions, see `density_weight`. Weights of good completions are ignored. None: all
             weights are 1.
         beta: Strength of the regularization towards the reference.
@@ -117,16 +120,16 @@ def bco(
     """
     x = beta * log_ratio - (shift.detach() if isinstance(shift, Tensor) else shift)
     bad = -F.logsigmoid(-x)
-    # Set the weights of good completions to 1 before multiplying, because a NaN there would make the gradient NaN.
+    # Set the weights of good completions to 1 before multiplying, because a NaN among them would make the gradient NaN.
     if weight is not None:
         bad = torch.where(desirable, 1.0, weight.detach()) * bad
     return torch.where(desirable, -F.logsigmoid(x), bad)
 
 
 def density_weight(probability: Tensor, *, low: float, high: float) -> Tensor:
-    """Compute BCO's weight ``clamp(p / (1 - p + 1e-8), low, high)`` of each sequence.
+    """Compute BCO's weight ``clamp(p / (1 - p + 1e-8), low, high)`` of each bad completion.
 
-    ``p`` is the probability that the completion of a prompt is good. Its shape is ``(S,)``, as that of the result.
+    ``p`` is the estimated probability that the completion of a prompt is good. ``p`` and the result have the shape ``(S,)``.
 
     Reference: Binary classifier optimization, arXiv:2404.04656, underlying distribution matching.
     """
@@ -135,10 +138,10 @@ def density_weight(probability: Tensor, *, low: float, high: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Mean and variance of all rewards so far. The first batch replaces the initial values.
+    """Running mean and variance of rewards. The first batch replaces the initial values.
 
     Attributes:
-        mean: BCO's shift delta.
+        mean: Mean of the rewards, which is BCO's shift delta.
         var: Population variance.
         std: Sample standard deviation.
         count: Number of rewards.
@@ -151,15 +154,16 @@ class Moments:
 
 
 def update_moments(moments: Moments, mean: float, var: float, count: float) -> Moments:
-    """Merge the moments of all previous rewards with those of a new batch.
+    """Update the running moments with the rewards of a new batch.
 
-    ``D = mean_b - mean``; ``mean += D n_b / N``; ``var = (var_b n_b + var n + D^2 n n_b / N) / N``; ``N = n + n_b``.
+    The formulas are ``D = mean_b - mean``, ``N = n + n_b``, ``mean += D n_b / N`` and
+    ``var = (var_b n_b + var n + D^2 n n_b / N) / N``.
 
     Args:
-        moments: Moments so far.
+        moments: Moments of all previous rewards.
         mean: Mean of the batch's rewards over all ranks and both labels.
-        var: Population variance of the same rewards.
-        count: Number n_b of these rewards; 0 changes nothing.
+        var: Population variance of the batch's rewards.
+        count: Number n_b of the batch's rewards. If the number is 0, the moments do not change.
 
     >>> update_moments(Moments(), 0.5, 0.25, 2.0).mean
     0.5

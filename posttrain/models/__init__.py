@@ -7,10 +7,10 @@ import posttrain
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name of ``posttrain``. TRL's package `models` exports helpers, and imports of them from this
-    package work too.
+    """Return a public name of ``posttrain``. TRL exports helpers from its package `models`. With this function, imports of
+    these helpers from `posttrain.models` work too.
     """
-    # If a module of this package has this name, raise an error. The import statement then imports the module.
+    # If this package has a module of that name, raise an AttributeError. The import statement then imports the module.
     if name.startswith("__") or find_spec(f"{__name__}.{name}"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(posttrain, name)

@@ -1,4 +1,6 @@
-"""Fields of model configs under the same names for all model families. If a family does not have a field, its value is None."""
+"""Functions that read fields of model configs, whose names differ between model families. Most return None if a config lacks
+the field.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Names under which tree attention is registered in transformers. Each maps to the backend that is used for calls without a
+# Names under which tree attention is registered in transformers. Each name maps to the backend that computes calls without a
 # `Forest`.
 OWN_NAMES = {"posttrain_sdpa": "sdpa", "posttrain_eager": "eager"}
 
@@ -39,13 +41,13 @@ def attention_name(text: PretrainedConfig | None) -> str | None:
 
 
 def context_length(text: PretrainedConfig | None) -> int | None:
-    """Return the maximum sequence length in tokens. Return None if the number of positions is not limited."""
+    """Return the model's maximum sequence length in tokens. Return None if the number of positions is not limited."""
     return getattr(text, "max_position_embeddings", None)
 
 
 def layer_kinds(text: PretrainedConfig) -> tuple[str, ...]:
-    """Return the type of each layer (``full_attention``, ``linear_attention``, ...). Return an empty tuple if the
-    config has no list.
+    """Return the type of each layer (``full_attention``, ``linear_attention``, ...). Return an empty tuple if the config does
+    not list them.
     """
     return tuple(getattr(text, "layer_types", None) or ())
 
@@ -56,9 +58,7 @@ def sliding_window(text: PretrainedConfig | None) -> int | None:
 
 
 def experts_per_token(text: PretrainedConfig) -> int:
-    """Return the number of experts to which a token is routed. Return 0 if the model has no router or the config has no
-    such field.
-    """
+    """Return the number of experts to which each token is routed. Return 0 if the config does not contain the number."""
     return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 0
 
 
@@ -68,13 +68,13 @@ def inner_size(text: PretrainedConfig) -> int:
 
 
 def query_heads(text: PretrainedConfig) -> int:
-    """Return the number of query heads. Return 0 if there are none, or if their number differs by layer."""
+    """Return the number of query heads. Return 0 if the config does not contain the number, or if it differs by layer."""
     heads = getattr(text, "num_attention_heads", None)
     return heads if isinstance(heads, int) else 0
 
 
 def key_value_heads(text: PretrainedConfig) -> int:
-    """Return the number of key-value heads. Without grouped-query attention, it equals the number of query heads."""
+    """Return the number of key-value heads. Without grouped-query attention, this number equals the number of query heads."""
     return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
 
@@ -89,12 +89,14 @@ def key_value_width(text: PretrainedConfig) -> int:
 
 
 def differs_by_layer(text: PretrainedConfig) -> bool:
-    """Return whether sizes differ by layer, as head sizes do in Gemma 4. The config then has no single value for them."""
+    """Return whether layers have different sizes, for example different head sizes in Gemma 4. The config then has no single
+    value for a size.
+    """
     return getattr(text, "is_heterogeneous", False)
 
 
 def layer_configs(text: PretrainedConfig) -> list[Any]:
-    """Return one config per layer. All layers have the same config object unless sizes differ by layer."""
+    """Return a list with one config per layer. All entries are the same object unless sizes differ by layer."""
     if differs_by_layer(text):
         return [text.per_layer_config[i] for i in range(text.num_hidden_layers)]
     return [text] * text.num_hidden_layers
@@ -111,7 +113,8 @@ def label_count(model: object) -> int | None:
 
 
 def shape_of(text: Any) -> dict[str, Any]:
-    """Return the model dimensions that servers report. The trainer compares them with its own model.
+    """Return the model dimensions that rollout servers report. The trainer compares the reported dimensions with the
+    dimensions of its own model.
 
     Args:
         text: Config of the language model.

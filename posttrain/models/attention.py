@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of tokens of a packed row on a CPU. On a GPU, it is the minimum number of tokens of a forward pass.
+# On a CPU, the maximum number of tokens of a packed row. On a GPU, the minimum value of the token limit of a forward pass.
 ROW_TOKENS = 2048
-# On a GPU, the number of tokens of a pass is PASS_WORK divided by the number of the model's parameters. This gives 30k tokens
-# for a 0.5B model, 10k for 1.5B and 2k for 7B. The maximum is MOST_GPU_TOKENS.
+# On a GPU, the token limit of a forward pass is PASS_WORK divided by the number of the model's parameters. The limit is 30k
+# tokens for a 0.5B model, 10k for 1.5B and 2k for 7B. The limit never exceeds MOST_GPU_TOKENS.
 PASS_WORK, MOST_GPU_TOKENS = 15 * 10**12, 32768
 MASKABLE = ("sdpa", "eager", "flex_attention")  # Attention backends that accept an arbitrary mask.
 
 
-# Config fields that models read in every pass. A probe can set smaller values for them. Llama 4's ``floor_scale`` is a number
-# of columns.
+# Config fields with a length that models read in every forward pass, so that a probe can temporarily set smaller values.
+# Llama 4's ``floor_scale`` is a number of columns.
 SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
 # Config fields with the dropout probability of attention weights.
@@ -87,8 +87,8 @@ def attention_inputs(
         allowed = tree_attention.forest_mask(batch, window, chunk, span)
         if implementation == "sdpa" and allowed.device.type != "cpu":
             return allowed
-        # Convert the mask to floats here, once. On a CPU, sdpa would convert it in every layer and save each copy for the
-        # backward pass.
+        # Convert the mask to floats once. Otherwise, sdpa on a CPU would convert a bool mask in every layer and save each
+        # copy for the backward pass.
         return tree_attention.added(allowed, dtype, -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min)
 
     forest = {"forest": tree_attention.Forest(batch, split)} if parts or stateful or split is not None else {}
@@ -110,7 +110,7 @@ def attention_inputs(
 
 
 def has_recurrent_layers(model: Module) -> bool:
-    """Return whether the model has layers that mix tokens by other means than attention. This is read from its class
+    """Return whether the model has recurrent layers, which mix tokens without attention. The function reads the model's class
     and config.
     """
     inner = causal_lm(model)
@@ -118,16 +118,16 @@ def has_recurrent_layers(model: Module) -> bool:
 
 
 def rope_limits(model: Module) -> tuple[int | None, int | None]:
-    """Return the lengths above which the rotary frequencies of a pass depend on its longest sequence.
+    """Return the sequence lengths above which a model's rotary frequencies depend on the longest sequence of the pass.
 
-    The types default, linear, llama3, yarn and proportional of transformers (``ROPE_INIT_FUNCTIONS``) have no such
-    limit. With ``longrope``, the whole pass uses other frequencies if its longest sequence exceeds the original
-    context. With ``dynamic``, the frequencies depend on the longest sequence so far and stay in use for later passes.
+    The rope types default, linear, llama3, yarn and proportional of transformers (``ROPE_INIT_FUNCTIONS``) have no such
+    limit. With ``longrope``, the whole pass uses different frequencies if its longest sequence exceeds the original context.
+    With ``dynamic``, the frequencies depend on the longest sequence of all passes so far.
 
     Returns:
-        Two lengths. Two lengths, each None if the model has no such limit. Up to the first length, ``longrope`` uses
-        the frequencies of the original context. Up to the second length, ``dynamic`` uses the same frequencies in all
-        passes. Virtual tokens are subtracted.
+        Two lengths in tokens. A length is None if the model has no such limit. Up to the first length, ``longrope`` uses the
+        frequencies of the original context. Up to the second length, ``dynamic`` uses the same frequencies in all passes. The
+        number of virtual tokens is subtracted from both.
     """
     text = causal_lm(model).config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -151,14 +151,14 @@ def padded_layout(model: Module) -> Layout:
 def layout_for(
     model: Module, *, dense_mask: bool = False, autocast: torch.dtype | None = None, device: str | None = None
 ) -> Layout:
-    """Return the fastest layout that the model's attention backend supports. `probe_layout` checks whether its results
-    are correct.
+    """Return the fastest layout that the model's attention backend supports. `probe_layout` checks whether the model's
+    results with this layout are correct.
 
     Args:
         model: The model.
         dense_mask: Whether attention uses a dense mask.
         autocast: Dtype of matrix products under autocast. None: the dtype of the weights.
-        device: Type of the device for training, ``cpu`` or ``cuda``. None: the model's current device.
+        device: Type of the training device, ``cpu`` or ``cuda``. None: the model's current device.
     """
     device = device or next(model.parameters()).device.type
     implementation = attention_name(text_of(config_of(model))) or "sdpa"
@@ -176,8 +176,8 @@ def layout_for(
     if family.cross:
         # Each tree needs its own pass, for the reason in `Family.cross`.
         return replace(layout, row_tokens=1, pass_tokens=0, joins_rows=False)
-    # If prompts have bidirectional attention, do not join prompts that have a common prefix. The states of the prefix depend on
-    # the rest of the prompt.
+    # If prompts have bidirectional attention, do not join prompts that have a common prefix, because the prefix's hidden
+    # states depend on the rest of the prompt.
     return replace(layout, joins_rows=family.block != "prompt")
 
 
@@ -190,7 +190,8 @@ def _fastest_layout(model: Module, implementation: str, autocast: torch.dtype | 
 
 
 def gpu_tokens(model: Module) -> int:
-    """Return the number of tokens per pass above which the GPU's computation takes longer than launching its kernels.
+    """Return the number of tokens per forward pass above which the GPU's computation takes longer than launching the
+    kernels.
 
     On an H200, a training pass of 1,548 tokens of a 0.5B model took 37 ms of GPU time, and launching its kernels took 150
     ms. The time of kernel launches, weight casts and gradient sums does not depend on the number of tokens.
@@ -201,17 +202,17 @@ def gpu_tokens(model: Module) -> int:
 
 def _dense_layout(model: Module, device: str) -> Layout:
     # With a dense mask, the cost of attention is T^2 per row, and each pass has a fixed cost for accumulating gradients.
-    # Measured for a 135M model on 2 cores: six trees of 240 tokens took 8.0 s in separate passes, 7.5 s with two trees per row,
-    # 6.5 s with three rows per pass, and 6.0 s in one pass. Memory grows with the tokens per pass (4.0 GB for 480 and 4.9 GB
-    # for 720 tokens, including the optimizer).
+    # For a 135M model on 2 cores, a step with six trees of 240 tokens took 8.0 s in separate passes. It took 7.5 s with two
+    # trees per row, 6.5 s with three rows per pass, and 6.0 s in one pass. Memory grows with the tokens per pass (4.0 GB for
+    # 480 and 4.9 GB for 720 tokens, including the optimizer).
     if device == "cpu":
         return Layout("tree", dense_mask=True, row_tokens=256, pass_tokens=512)
     return Layout("tree", dense_mask=True, row_tokens=ROW_TOKENS, pass_tokens=gpu_tokens(model))
 
 
 def dense_layers(model: Module, autocast: torch.dtype | None, device: str) -> str:
-    """Return the reason why attention needs a dense mask on a device, from the config. Return "" if tree attention is
-    possible.
+    """Return the reason why the model needs a dense attention mask on a device, according to its config. Return "" if tree
+    attention is possible.
     """
     text = causal_lm(model).config.get_text_config()
     if reason := tree_attention.no_kernel(device, autocast or coarsest_dtype(model)):
@@ -230,17 +231,18 @@ PROBED: dict[str, Layout] = {}
 
 
 def coarsest_dtype(model: Module) -> torch.dtype:
-    """Return the least precise dtype of a model's weights. Quantized (integer) weights count as the least precise.
+    """Return the least precise dtype of a model's weights. An integer dtype (quantized weights) is less precise than any
+    float dtype.
 
-    The dtype of the first parameter is not enough: the output layer and tied embeddings can be float32 while layers are
-    bfloat16.
+    Reading the dtype of the first parameter is not enough, because the output layer and tied embeddings can be float32 while
+    layers are bfloat16.
     """
     kinds = {parameter.dtype for parameter in model.parameters()}
     return max(kinds, key=lambda kind: torch.finfo(kind).eps if kind.is_floating_point else 1.0)
 
 
 def rounds_to_tf32() -> bool:
-    """Return whether products of float32 matrices on a GPU are computed in TF32.
+    """Return whether torch computes products of float32 matrices on a GPU in TF32.
 
     If transformers has set torch's newer option (for ``tf32=True``), reading the older option ``allow_tf32`` raises an
     error.

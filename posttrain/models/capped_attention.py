@@ -1,9 +1,10 @@
 """Attention with scores ``cap * tanh(scale q k^T / cap)`` in PyTorch: `Capped`, `capped_attention`,
 `capped_attention_backward`.
 
-torch's flash attention for CPUs does not support a cap. These two functions replace it for one block of tree attention.
-They also return the log-sum-exp. The backward pass gets the output and the log-sum-exp after all blocks were merged.
-Queries are processed in blocks of `BLOCK`, so that the scores of all queries are never in memory at the same time.
+torch's flash attention for CPUs does not support a cap. `capped_attention` and `capped_attention_backward` compute one block
+of tree attention with a cap. The forward function also returns the log-sum-exp. The backward function gets the output and the
+log-sum-exp of all blocks together. Queries are processed in blocks of `BLOCK`, so that the scores of all queries are never in
+memory at the same time.
 
 Reference: Gemma 2, arXiv:2408.00118.
 """
@@ -20,13 +21,13 @@ BLOCK = 256
 
 
 class Capped(NamedTuple):
-    """Parameters of one block of attention.
+    """Mask, scale and cap of one block of tree attention.
 
     Attributes:
         causal: Whether queries and keys are the same tokens. Each token then attends to itself and to earlier tokens.
-        mask: ``(n, m)`` numbers that are added to the capped scores. None: no mask.
+        mask: ``(n, m)`` values that are added to the capped scores. None: no mask.
         scale: Factor of the products of queries and keys.
-        cap: Maximum absolute value of the scores.
+        cap: Upper bound on the absolute value of the scores.
     """
 
     causal: bool
@@ -36,7 +37,7 @@ class Capped(NamedTuple):
 
 
 def capped_attention(q: Tensor, k: Tensor, v: Tensor, rule: Capped) -> tuple[Tensor, Tensor]:
-    """Return the output ``(1, heads, n, d)`` and the log-sum-exp ``(1, heads, n)`` of n queries.
+    """Compute capped attention. Return the output ``(1, heads, n, d)`` and the log-sum-exp ``(1, heads, n)`` of n queries.
 
     Keys and values have the shape ``(1, KV heads, m, d)``. Several query heads share one key-value head.
     """
@@ -53,8 +54,8 @@ def capped_attention(q: Tensor, k: Tensor, v: Tensor, rule: Capped) -> tuple[Ten
 def capped_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Capped
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values. ``out`` and ``lse`` may include the contributions of keys that
-    are not in ``k``.
+    """Compute the gradients of queries, keys and values. ``out`` and ``lse`` may include the contributions of keys that are
+    not in ``k``.
     """
     kv, wide = k.shape[1], _wide(q)
     key, value = k.to(wide)[:, :, None], v.to(wide)[:, :, None]
@@ -70,7 +71,7 @@ def capped_attention_backward(
 
 
 def _blocks(q: Tensor, k: Tensor, rule: Capped) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield, for each block of queries, its slice, its scores ``(1, KV heads, r, n, m)``, and the derivative of the cap."""
+    """Yield the slice of each block of queries, its scores ``(1, KV heads, r, n, m)``, and the derivative of the cap."""
     wide = _wide(q)
     queries, keys = q.to(wide).unflatten(1, (k.shape[1], -1)), k.to(wide)[:, :, None]
     for start in range(0, q.shape[2], BLOCK):

@@ -1,4 +1,4 @@
-"""Forward pass over a batch of prefix trees. The head is applied only to hidden states at loss positions, and log-probs
+"""Forward pass over a batch of prefix trees. The output head is applied only to hidden states at loss positions. Log-probs
 are computed in chunks of logits.
 """
 
@@ -51,20 +51,21 @@ def forward(
     chunk_size: int | None = None,
     compare: Callable[..., dict[str, Any]] | None = None,
 ) -> ModelOutputs:
-    """Run the model on a batch. Return the requested outputs of shape ``(B, T)``.
+    """Run the model on a batch and return the requested outputs, most of them with shape ``(B, T)``.
 
     Args:
-        model: A language model or classifier with `install_token_head`. The model may be wrapped, e.g. in DDP.
+        model: A language model or classifier, possibly wrapped, e.g. in DDP. `install_token_head` patches the model's forward
+            method.
         batch: Batch on the model's device.
         needs: Names of the requested outputs: any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``,
-            ``mean_logit``, ``collision``, ``values``, ``logits`` and ``aux``. For a classifier, the only name is
-            ``scores``, which is the score at the last token of each sequence.
+            ``mean_logit``, ``collision``, ``values``, ``logits`` and ``aux``. For a classifier, the only name is ``scores``,
+            the score at the last token of each sequence.
         temperature: Sampling temperature, by which the logits are divided.
-        truncation: Truncation of the sampling distribution. With truncation, the output ``log_mass`` is the log of the
-            remaining probability.
+        truncation: Truncation of the sampling distribution, e.g. top-p. With truncation, the output ``log_mass`` is the log
+            of the remaining probability mass.
         chunk_size: Number of positions per chunk of logits. None: the default of `token_logprobs`.
-        compare: Function that compares two models; see `TokenHead.compare`. The result of ``compare`` is the output
-            ``compared``.
+        compare: Function that compares two models; see `TokenHead.compare`. The result of ``compare`` is returned as the
+            output ``compared``.
 
     Returns:
         The requested outputs. The shapes of outputs are described in `posttrain.types.ModelOutputs`.
@@ -72,8 +73,8 @@ def forward(
     install_token_head(model)
     request = Pass(batch, needs, temperature, truncation, chunk_size, compare is not None)
     split = token_split.active()
-    # After a pass with gradients, keep the attention's name in the config, because the backward pass calls checkpointed layers
-    # again.
+    # After a pass with gradients, the config keeps the name of tree attention, because the backward pass calls checkpointed
+    # layers again. After other passes, the previous name is restored.
     named = nullcontext() if torch.is_grad_enabled() else attention_renamed(model, lambda name: name)
     with named:
         result = run(model, request, compare) if split is None else split.forward(model, request, compare)
@@ -91,11 +92,11 @@ def forward(
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Description of a forward pass. The description is sent to the processes that compute a batch together; see
-    `forward`.
+    """Arguments of a forward pass; see `forward`. The arguments are sent to all processes that compute a batch together.
 
     Attributes:
-        compares: Whether the process that owns the batch compares the last hidden states with those of another model.
+        compares: Whether the process that owns the batch compares its last hidden states with the hidden states of another
+            model.
     """
 
     batch: Batch
@@ -107,8 +108,8 @@ class Pass:
 
 
 def run(model: nn.Module, request: Pass, compare: Callable[..., dict[str, Any]] | None) -> dict[str, Any]:
-    """Run a forward pass. The result maps names to tensors in the order of loss positions, ``(N, ...)``, or of
-    sequences, ``(S, ...)``.
+    """Run a forward pass and return its outputs by name. Each output has one entry per loss position, ``(N, ...)``, or per
+    sequence, ``(S, ...)``.
     """
     return call(model, request.batch, *prepared(model, request, compare))
 
@@ -120,14 +121,14 @@ def prepared(
     split: TokenSplit | None = None,
     columns: slice | None = None,
 ) -> tuple[TokenHead | ScoreHead, dict[str, Any]]:
-    """Return the head and the model inputs of a pass. Head and inputs are for all columns of the batch.
+    """Return the output head and the model inputs of a forward pass. Head and inputs cover all columns of the batch.
 
     Args:
         model: See `forward`.
-        request: Description of the pass.
+        request: Arguments of the forward pass.
         compare: See `forward`.
-        split: Sequence-parallel group that computes the pass. None: this process computes it alone.
-        columns: Columns that this process computes within the group. None: all columns.
+        split: Sequence-parallel group that computes the pass. None: one process computes the pass alone.
+        columns: Columns that this process of the group computes. None: all columns.
     """
     inner: Any = causal_lm(model)
     batch, needs, virtual = request.batch, request.needs, virtual_tokens(model)
@@ -154,7 +155,7 @@ def call(model: nn.Module, batch: Batch, head: TokenHead | ScoreHead, inputs: di
 
 
 def _view(model: nn.Module, batch: Batch, columns: slice | None = None) -> PassInputs:
-    """Return the model inputs that depend on images. For text models, they are the position ids."""
+    """Return the model inputs that depend on images. For text models, the result contains only the position ids."""
     shown = image_token(model.config) is not None or batch.pictures
     return plugins.module(IMAGES).view(model, batch, columns) if shown else PassInputs(batch.position_ids)
 
@@ -188,8 +189,8 @@ def _token_head(request: Pass, virtual: int) -> TokenHead:
 
 
 def _score_head(batch: Batch, virtual: int) -> ScoreHead:
-    """Return a head for the last token of each sequence. The token is found by its position, because pad and eos can be
-    the same id.
+    """Return a head that scores the last token of each sequence. The last token is found by its position, because pad and eos
+    can have the same id.
     """
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
     last = torch.full((batch.num_sequences,), -1, dtype=torch.long, device=rows.device)
@@ -199,8 +200,8 @@ def _score_head(batch: Batch, virtual: int) -> ScoreHead:
 
 
 def _value_reader(inner: nn.Module, batch: Batch, virtual: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps the policy's last hidden states to the values before each completion token. The
-    values come from the value head or from the separate value model.
+    """Return a function that maps the policy's last hidden states to the value before each completion token. The function
+    uses the value head or the separate value model.
     """
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
     columns = batch.predictor[rows, columns]
@@ -216,7 +217,7 @@ def _value_reader(inner: nn.Module, batch: Batch, virtual: int) -> Callable[[Ten
 
 
 def _place(values: Tensor | None, batch: Batch, mask: Tensor | None = None) -> Tensor | None:
-    """Scatter ``(N,)`` values to a tensor ``(B, T)``, at loss positions or where ``mask`` is true. All other elements are 0."""
+    """Scatter ``(N,)`` values into a zero tensor ``(B, T)``, at loss positions or where ``mask`` is true."""
     if values is None:
         return None
     grid = torch.zeros(batch.input_ids.shape, dtype=values.dtype, device=values.device)
@@ -225,15 +226,15 @@ def _place(values: Tensor | None, batch: Batch, mask: Tensor | None = None) -> T
 
 @torch.no_grad()
 def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
-    """Compute the same as `alone_logps`, without gradients."""
+    """Compute the log-probs of every completion without gradients; see `alone_logps`."""
     return alone_logps(model, rows)
 
 
 def alone_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
-    """Compute the log-probs of every completion. Each sequence is passed alone through the model's own forward method.
+    """Compute the log-probs of every completion. Each sequence is passed separately through the model's own forward method.
 
-    This simple computation with full logits is the reference with which `forward` is compared. The model is called
-    unchanged, including its adapter and virtual tokens.
+    The results of `forward` are compared with this simple computation, which uses full logits. The model is called unchanged,
+    including its adapter and virtual tokens.
     """
     bare: Any = unwrapped(model)
     device, virtual = next(bare.parameters()).device, virtual_tokens(bare)
@@ -266,14 +267,13 @@ def batch_logps(
     chunk_size: int,
     truncation: Truncation = WHOLE,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Compute the log-probs of the tokens of all completions, with the forward pass of training. The completions are in
-    the order of the collated rows. Also compute the log of the probability that remains after truncation (empty without
-    truncation).
+    """Compute the log-probs of the tokens of all completions with `forward`. Also compute the log of the probability mass
+    that remains after truncation (an empty list without truncation). The completions are in the order of the collated rows.
 
     Args:
-        model: Model, wrapped as in the run.
-        batches: Pairs of a batch on the model's device and a flag. Results of batches with the flag False are dropped.
-            Such batches only keep ranks synchronized.
+        model: Model with the wrappers of the run, e.g. DDP.
+        batches: Pairs of a batch on the model's device and a flag. If the flag is False, the results of the batch are
+            dropped, and the batch only keeps ranks synchronized.
         temperature: Temperature by which the logits are divided.
         chunk_size: Number of tokens per chunk of logits.
         truncation: Truncation of the sampler's distribution.
@@ -295,14 +295,14 @@ def batch_logps(
 
 
 def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
-    """Compute the scores ``(S, labels)`` at the last token of each completion. Each sequence is passed alone through
-    the model's own forward method.
+    """Compute the scores ``(S, labels)`` at the last token of each completion. Each sequence is passed separately through the
+    model's own forward method.
     """
     bare: Any = unwrapped(model)
     config = causal_lm(bare).config.get_text_config()
     device, pad = next(bare.parameters()).device, config.pad_token_id
     scores = []
-    # If the config has a pad token id, the model does not score a last token that equals the pad token.
+    # Remove the pad token id from the config. Otherwise, the model would not score a last token that equals the pad token.
     config.pad_token_id = None
     try:
         with tree_attention.uninstalled(bare):
@@ -317,8 +317,8 @@ def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
 
 
 def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
-    """Return the weight of the load-balancing loss: the value of the option if it is set, else the architecture's
-    value. For a model without a router, the weight is 0.
+    """Return the weight of the load-balancing loss: the option's value if it is set, otherwise the value in the model's
+    config. For a model without a router, the weight is 0.
 
     Raises:
         ConfigError: A weight is set, but the model has no router.
@@ -334,8 +334,8 @@ def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
             )
         return 0.0
     coefficient = getattr(text, "router_aux_loss_coef", None) if wanted is None else wanted
-    # Disable the model's own load-balancing term, which is divided by tokens and counted once per micro-batch. This module adds
-    # the term itself.
+    # Disable the model's own load-balancing term, which is divided by the number of tokens and added once per micro-batch.
+    # `with_router_term` adds the term instead.
     text.output_router_logits = False
     if wanted is not None:
         text.router_aux_loss_coef = wanted

@@ -1,4 +1,6 @@
-"""Output heads that compute log-probs of tokens or scores of sequences at selected positions, without full logits."""
+"""Output heads that compute log-probs of tokens or scores of sequences at selected positions, without materializing full
+logits.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Names of text modules in a multimodal model. They belong neither to the vision tower nor to the projector.
+# Names of text modules in a multimodal model. Modules with these names belong neither to the vision tower nor to the
+# projector.
 LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
@@ -49,7 +52,7 @@ def cast_head_to_fp32(model: nn.Module) -> None:
     If the input embeddings are tied to the output layer, the embeddings' output is cast back to the previous dtype.
 
     Args:
-        model: A transformers model, not a peft wrapper around one.
+        model: A transformers model without a peft wrapper.
 
     Raises:
         ConfigError: The output layer has an adapter.
@@ -75,15 +78,16 @@ def cast_head_to_fp32(model: nn.Module) -> None:
     wide.weight, wide.bias = head.float().weight, head.bias
     model.set_output_embeddings(wide)
     if tied:
-        embeddings.weight = wide.weight  # ``float()`` can create a new parameter, so tie the embeddings to it again.
+        embeddings.weight = wide.weight  # ``float()`` can create a new parameter, so tie the embeddings to it.
         if before != torch.float32:
             embeddings.register_forward_hook(lambda module, args, output: output.to(before))
 
 
-# Names of config fields. MULTIPLIERS: factor of the logits. CAPS: softcap of the logits.
+# Names of config fields. The fields in MULTIPLIERS contain a factor of the logits. The fields in CAPS contain a softcap of
+# the logits.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-SCALES_UP = ("hyperclovax",)  # Model types that multiply logits by ``logits_scaling``. Granite models divide by it.
+SCALES_UP = ("hyperclovax",)  # Model types that multiply logits by ``logits_scaling``. Granite models divide.
 # Outputs per token that can be requested together with log-probs.
 PER_TOKEN = ("entropy", "correct", "mean_logit", "collision")
 SCORE_LAYERS = ("score", "classifier", "classification_head")
@@ -91,8 +95,8 @@ SCORE_LAYERS = ("score", "classifier", "classification_head")
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """How an architecture computes logits from ``hidden @ W.T``. For example, Gemma caps the logits, Cohere multiplies
-    them by a factor, and Granite divides them.
+    """Scale and softcap with which an architecture computes logits from ``hidden @ W.T``. For example, Gemma caps the logits,
+    Cohere multiplies them by a factor, and Granite divides them by a number.
     """
 
     scale: float = 1.0
@@ -111,8 +115,8 @@ class LogitRule:
         return cls(scale, next((cap for cap in caps if cap), None))
 
     def logits(self, product: Tensor) -> Tensor:
-        """Return ``cap(scale * product)`` in float32, with gradients. ``product`` is the result of the output layer and
-        can have any shape.
+        """Return the logits ``cap(scale * product)`` in float32, with gradients. ``product`` is the result of the output
+        layer and can have any shape.
         """
         scaled = product.float() * self.scale
         return self.softcap * torch.tanh(scaled / self.softcap) if self.softcap else scaled
@@ -120,20 +124,20 @@ class LogitRule:
 
 @dataclass(slots=True)
 class TokenHead:
-    """Description of the outputs to compute at loss positions. Wrappers of the model pass this object to the patched
-    forward method.
+    """Outputs that a forward pass computes at loss positions, and their settings. The caller passes this object to the model,
+    whose wrappers forward it to the patched forward method.
 
     Attributes:
         rows, columns: ``(N,)`` positions of the hidden states that predict the targets.
         targets: ``(N,)`` predicted token ids.
         temperature: Temperature by which the logits are divided.
-        truncation: Truncation of the sampler's distribution. With truncation, the log of the remaining probability is
-            returned too.
+        truncation: Truncation of the sampler's distribution, e.g. top-p. With truncation, the log of the remaining
+            probability mass is returned too.
         chunk_size: Number of positions per chunk of logits. None: the default of `token_logprobs`.
         expected_grad: Expected gradient of the log-probs; see `token_logprobs`. None if the gradient is unknown.
         needs: Names of additional outputs; see `posttrain.models.forward.forward`.
-        balance_over: ``(B, T)``, 1 for tokens over which the router's load-balancing term is computed. None if the term is not
-            computed.
+        balance_over: Mask ``(B, T)`` that is 1 for tokens over which the router's load-balancing term is computed. None: the
+            term is not computed.
         values: Function that maps the last hidden states ``(B, T, H)`` to values ``(M,)``. None: no values are
             returned.
         compare: Function that compares two models without full logits, instead of computing log-probs. The function's
@@ -141,8 +145,8 @@ class TokenHead:
             and this object.
         inputs: Function that maps the model without wrappers to additional arguments of its forward method, e.g. image
             features.
-        total: Function that sums a tensor over the processes that share the batch. None: this process has all tokens of
-            the batch.
+        total: Function that sums a tensor over the processes that share the batch. None: one process has all tokens of the
+            batch.
     """
 
     rows: Tensor
@@ -162,7 +166,7 @@ class TokenHead:
 
 @dataclass(frozen=True, slots=True)
 class PassInputs:
-    """Inputs of a forward pass that depend on images.
+    """Inputs of a forward pass that depend on the batch's images.
 
     Attributes:
         position_ids: ``(B, T)``, or ``(3, B, T)`` for families with three-dimensional positions. None: the model
@@ -170,7 +174,7 @@ class PassInputs:
         span: ``(B, T)`` index of the bidirectional block of each token. -1: the token is in no block. None: there are
             no blocks.
         inputs: Function that maps the model without wrappers to additional arguments of its forward method. None: no
-            further arguments.
+            additional arguments.
     """
 
     position_ids: Tensor | None
@@ -193,7 +197,7 @@ class ScoreHead:
 
 
 def unwrapped(model: object) -> Any:
-    """Return the model, or its peft wrapper, without the wrappers of parallelism (e.g. DDP) and compilation."""
+    """Return the model without the wrappers of parallelism (e.g. DDP) and compilation. A peft wrapper is kept."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         inner = getattr(model, "module", None) if inner is None else inner
@@ -209,13 +213,13 @@ def causal_lm(model: nn.Module) -> Any:
 
 
 def output_layer(model: object) -> Any:
-    """Return the layer that maps hidden states to logits. Return None if there is none."""
+    """Return the layer that maps hidden states to logits. Return None if the model has no such layer."""
     layer_of = getattr(model, "get_output_embeddings", None)
     return None if layer_of is None else layer_of()
 
 
 def adapters_of(model: object) -> dict[str, PeftConfig]:
-    """Return the configs of a model's adapters by name. Return an empty dict if there are none."""
+    """Return the configs of a model's adapters by name. Return an empty dict if the model has no adapters."""
     return getattr(unwrapped(model), "peft_config", {})
 
 
@@ -243,8 +247,8 @@ def learns_prompts(model: nn.Module) -> bool:
 
 
 def virtual_tokens(model: nn.Module) -> int:
-    """Return the number of columns that prompt tuning prepends. For prefix tuning, the number is 0, because the virtual
-    tokens are stored in the key-value cache.
+    """Return the number of columns that an active prompt-tuning adapter prepends to every row. For prefix tuning, the number
+    is 0, because the virtual tokens are stored in the key-value cache.
     """
     if not learns_prompts(model):
         return 0
@@ -254,8 +258,8 @@ def virtual_tokens(model: nn.Module) -> int:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run in eval mode without gradients inside the context, and restore each module's mode on exit. Eval mode disables
-    checkpointing.
+    """Set the model to eval mode and disable gradients inside the context, and restore each module's mode on exit. Eval mode
+    disables activation checkpointing.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -268,7 +272,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def trunk(inner: nn.Module) -> Any:
-    """Return the model without its head. In Llama 4's text model, the name in ``base_model_prefix`` does not exist."""
+    """Return the model without its head. Llama 4's text model is an exception, because its ``base_model_prefix`` is not the
+    name of an attribute.
+    """
     return inner.base_model if inner.base_model is not inner else inner.model
 
 
@@ -276,9 +282,9 @@ def install_token_head(model: nn.Module) -> None:
     """Patch a model's forward method to accept ``token_head`` (a `TokenHead` or `ScoreHead`). Calls without this
     argument do not change.
 
-    Also make the layers save less for the backward pass (`keep_inputs_only`). Patching the forward method has an
-    advantage: the wrappers of DDP, FSDP, DeepSpeed, autocast and PEFT run one ordinary forward call. Repeated calls of
-    this function have no effect.
+    The function also makes the layers save less for the backward pass (`keep_inputs_only`). With a patched forward method,
+    the wrappers of DDP, FSDP, DeepSpeed, autocast and PEFT run one ordinary forward call. Repeated calls of this function have
+    no effect.
     """
     inner: Any = causal_lm(model)
     owner = _owner_of(inner.forward)
@@ -301,8 +307,8 @@ def install_token_head(model: nn.Module) -> None:
             kwargs |= token_head.inputs(inner)
         masks = kwargs.get("attention_mask")
         if isinstance(masks, dict) and inner.config.model_type == "paligemma":
-            # PaliGemma's forward method accepts one mask only. For PaliGemma 2, a hook passes one mask per layer type to the
-            # text model.
+            # PaliGemma's forward method accepts only a single mask. For PaliGemma 2, a hook passes the dict with one mask
+            # per layer type to the text model.
             kwargs["attention_mask"] = masks["full_attention"]
             with inner.model.language_model.register_forward_pre_hook(
                 lambda _, args, given: (args, {**given, "attention_mask": masks}), with_kwargs=True
@@ -311,16 +317,16 @@ def install_token_head(model: nn.Module) -> None:
         return _head_forward(inner, inner.headless_forward, token_head, *args, **kwargs)
 
     vars(forward)["takes_token_head"] = True
-    # Use a bound method. A deep copy of the model then has a method that is bound to the copy, even if accelerate has wrapped
-    # it. Any other callable would still run the layers of the original model.
+    # Use a bound method. A deep copy of the model then has a method that is bound to the copy, even if accelerate has
+    # wrapped the method. With any other callable, the copy would run the layers of the original model.
     inner.forward = MethodType(forward, inner)
 
 
 def _cap_scores(inner: nn.Module) -> None:
     """Use eager attention instead of sdpa for models with bounded attention scores (Gemma 2).
 
-    sdpa does not support a cap on scores. transformers 5.17 to 5.19 use it for these models by default nevertheless.
-    Newer versions use eager.
+    sdpa does not support a cap on scores. Nevertheless, transformers 5.17 to 5.19 use sdpa for these models by default. Newer
+    versions use eager attention.
     """
     text = text_of(config_of(inner))
     cap = getattr(text, "attn_logit_softcapping", None)
@@ -331,11 +337,12 @@ def _cap_scores(inner: nn.Module) -> None:
 
 
 def _owner_of(forward: Any) -> Any:
-    """Return the model to which ``forward`` belongs, even inside accelerate's wrappers. Return None if it does not
-    accept ``token_head``.
+    """Return the model to which ``forward`` belongs, even if accelerate has wrapped ``forward``. Return None if ``forward``
+    does not accept ``token_head``.
 
-    accelerate wraps the forward method of a prepared model in autocast and keeps only ``__wrapped__``. If this wrapper
-    were patched again, the head would run outside autocast, and a bfloat16 run would compute it in float32.
+    accelerate wraps the forward method of a prepared model in autocast and keeps only ``__wrapped__``. If accelerate's
+    wrapper was patched a second time, the head would run outside of autocast, and a bfloat16 run would compute the head in
+    float32.
     """
     owner, takes_head = None, False
     while forward is not None:
@@ -348,7 +355,9 @@ def _owner_of(forward: Any) -> Any:
 def _head_forward(
     inner: nn.Module, original: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs: Any
 ) -> dict[str, Tensor]:
-    """Run the model. Apply the head to its last hidden states, or to its logits if they are not ``cap(scale * h W^T)``."""
+    """Run the model and apply the head to its last hidden states. If the model's logits are not ``cap(scale * h W^T)``, apply
+    the head to the logits.
+    """
     kwargs.pop("labels", None)
     own = isinstance(head, TokenHead) and bool(inner.__dict__.get("own_logits"))
     if own and head.values is not None:
@@ -371,12 +380,14 @@ def _head_forward(
 
 
 def score_layer(inner: nn.Module) -> Any:
-    """Return the model's classification head, or None. `SCORE_LAYERS` lists the names of this layer in known architectures."""
+    """Return the model's classification head, or None if it has none. `SCORE_LAYERS` lists the names of this layer in known
+    architectures.
+    """
     return next((layer for name in SCORE_LAYERS if (layer := getattr(inner, name, None)) is not None), None)
 
 
 def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: list[int]) -> Any:
-    """Return a copy of an adapter config with which the embeddings of added tokens are trained too."""
+    """Return a copy of an adapter config that also trains the embeddings of added tokens."""
     if peft_config is None or not added or peft_config.is_prompt_learning:
         return peft_config
     config = copy.deepcopy(peft_config)
@@ -406,16 +417,16 @@ def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: li
 
 
 def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
-    """Return a copy of an adapter config with which the classifier's head is trained and saved too. The head is
-    randomly initialized.
+    """Return a copy of an adapter config that also trains and saves the classifier's head, because a new head has random
+    weights.
 
     Args:
         peft_config: Config of a new adapter, or None.
-        model: Classifier, which can already have an adapter if ``peft_config`` is None.
+        model: Classifier. If ``peft_config`` is None, the classifier can already have an adapter.
 
     Raises:
         ModelError: The model has no classification head.
-        ConfigError: The adapter trains token embeddings only, so that peft neither trains nor saves the head.
+        ConfigError: The adapter trains only token embeddings, so peft would neither train nor save the head.
     """
     used: Any = peft_config or getattr(model, "active_peft_config", None)
     if getattr(used, "peft_type", None) == "TRAINABLE_TOKENS":
@@ -442,7 +453,7 @@ def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
         )
     config = copy.deepcopy(peft_config)
     if config.task_type == "CAUSAL_LM":
-        # The command line's default is CAUSAL_LM, with which peft would expect a language-model head.
+        # CAUSAL_LM is the command line's default. With this task type, peft would expect a language-model head.
         config.task_type = None
     if config.task_type is None and name not in (config.modules_to_save or []):
         logger.info("the head %r is trained and saved in full with the adapter.", name)
@@ -457,7 +468,7 @@ def score(inner: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def is_one_matrix(layer: nn.Module) -> bool:
-    """Return whether an output layer is a plain linear layer. A plain layer has no adapter and no hooks except those of
+    """Return whether an output layer is a plain linear layer. A plain layer has no adapter, and no hooks other than hooks of
     sharding.
     """
     return type(layer) in (nn.Linear, Float32Linear) and _unhooked(layer)
@@ -469,8 +480,8 @@ def _unhooked(layer: nn.Module) -> bool:
 
 
 def _in_force(layer: Any) -> Any:
-    """Return the layer that computes the output, without peft's wrapper for output layers that are trained in full or for some
-    tokens.
+    """Return the layer that computes the logits. If peft trains the output layer in full or for some tokens, remove peft's
+    wrapper.
     """
     if not hasattr(layer, "original_module"):
         return layer
@@ -482,8 +493,8 @@ def _in_force(layer: Any) -> Any:
     base = layer.original_module
     if not (is_one_matrix(base) and _unhooked(layer)):
         return layer
-    # If the output layer is tied, peft stores its trained rows separately. Its property ``weight`` inserts them into the
-    # matrix.
+    # If the output layer is tied, peft stores its trained rows separately. The property ``weight`` of peft's wrapper inserts
+    # these rows into the matrix.
     joined = type(base)(1, 1, bias=False, device="meta")
     del joined.weight
     joined.weight, joined.bias = layer.weight, base.bias
@@ -491,13 +502,13 @@ def _in_force(layer: Any) -> Any:
 
 
 def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
-    """Return the log-probs of the targets, and the additional outputs in ``head.needs``, with the model's output layer."""
+    """Compute the log-probs of the targets and the additional outputs in ``head.needs`` from hidden states."""
     layer = _in_force(inner.get_output_embeddings())
     rule = LogitRule.of(inner.config)
     if head.compare is not None:
         return head.compare(hidden, layer, rule, head)
     if is_one_matrix(layer) and "logits" not in head.needs:
-        # Disable autocast for a float32 output layer. Otherwise it would not compute in float32.
+        # Disable autocast for a float32 output layer. Otherwise, the layer would not compute in float32.
         wide = torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext()
         with wide:
             out = token_logprobs(
@@ -516,8 +527,8 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
             )
         fields = {name: getattr(out, name) for name in ("logp", "log_mass", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
-    # Slow path, which computes all logits. It is for output layers that are not a plain matrix (because of an adapter or a
-    # hook), and for losses that need all logits.
+    # The rest of the function is the slow path, which computes all logits. The slow path is used for output layers with an
+    # adapter or a hook, and for losses that need all logits.
     if type(layer) in (nn.Linear, Float32Linear) and not is_one_matrix(layer):
         warn_once(
             logger, "the output layer has hooks, so all logits of a pass are computed at once, which needs more memory."
@@ -549,7 +560,7 @@ def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
 def _balance(
     inner: nn.Module, router_logits: Any, real: Tensor, total: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return the unscaled load-balancing term ``E sum_e f_e P_e`` over the real tokens of all layers.
+    """Return the load-balancing term ``E sum_e f_e P_e`` of all real tokens and layers, without its coefficient.
 
     ``f_e`` is the mean number of assignments to expert e per token. ``P_e`` is the mean probability of expert e. With
     perfect balance, the term equals top-k. If no layer has a router, the term is 0.
@@ -574,7 +585,8 @@ def _balance(
     layers = [logits.reshape(-1, logits.shape[-1])[kept] for logits in router_logits]
     probabilities = torch.cat(layers).float().softmax(-1)  # (layers N, E)
     chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
-    # Sum over processes before multiplying, because both factors of the product are means over the tokens of all processes.
+    # Sum ``f_e`` and ``P_e`` over processes before multiplying them, because both are means over the tokens of all
+    # processes.
     if total is not None:
         sums = total(torch.stack([chosen.sum(0), probabilities.sum(0), torch.ones_like(chosen).sum(0)]))  # (3, E)
         return probabilities.shape[1] * (sums[0] * sums[1] / sums[2] ** 2).sum()
@@ -598,7 +610,7 @@ def text_modules(model: nn.Module) -> list[nn.Module]:
     named = dict(model.named_modules())
     if not has_tower(model):
         return list(named.values())
-    # Also include modules that contain both the vision tower and the text model.
+    # Modules that contain both the vision tower and the text model are included too.
     return [m for name, m in named.items() if set(LANGUAGE) & set(name.split(".")) or _encodes_images(m)]
 
 
@@ -614,8 +626,8 @@ def rename_attention(model: nn.Module, name: Callable[[str], str]) -> list[tuple
 
 @contextmanager
 def attention_renamed(model: nn.Module, name: Callable[[str], str]) -> Iterator[None]:
-    """Rename the attention backend in the configs of a model's text layers inside the context, and restore the names on
-    exit.
+    """Rename the attention backend in the configs of a model's text layers inside the context, and restore the previous names
+    on exit.
     """
     former = rename_attention(model, name)
     try:

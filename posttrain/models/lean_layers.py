@@ -31,8 +31,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _SwiGLUDown(torch.autograd.Function):
-    """Compute ``(silu(gate) * up) W^T + b`` without saving the input of the product. Autograd would save this input,
-    which is as wide as gate and up.
+    """Compute ``(silu(gate) * up) W^T + b`` without saving the input of the matrix product. Autograd would save this input,
+    which has the size of ``gate``.
     """
 
     @staticmethod
@@ -56,8 +56,7 @@ class _SwiGLUDown(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Compute ``w * cast(x r)`` with ``r = (mean x^2 + eps)^(-1/2)`` in float32. Autograd would also save ``cast(x
-    r)``.
+    """Compute ``w * cast(x r)`` with ``r = (mean x^2 + eps)^(-1/2)`` in float32. Autograd would also save ``cast(x r)``.
 
     With ``n = x r`` and ``d = g w``:  ``dx = r (d - n mean(d n))``,  ``dw = sum g n``.
     """
@@ -121,12 +120,12 @@ def keep_inputs_only(model: nn.Module) -> int:
     """Make Llama-style MLP and norm layers save fewer activations for the backward pass. Return the number of changed
     layers.
 
-    A layer of width H and MLP width I saves ``2 H + 2 I`` fewer numbers per token (of about ``13 H + 4 I``). The
-    backward pass recomputes these numbers from the inputs by elementwise operations, without matrix products. Outputs
-    are bit-identical. Each class of layers is first compared with its replacement on random inputs. A class whose
-    outputs differ is not changed, and neither is a layer whose forward method was replaced. A changed layer gets its
-    own ``forward``. Hooks, adapters and copies work as before. Pickling (`torch.save(model)`) restores the forward
-    method of the class.
+    A layer of width H and MLP width I saves about ``13 H + 4 I`` numbers per token. With this function, the layer saves
+    ``2 H + 2 I`` fewer numbers. The backward pass recomputes these numbers from the inputs by elementwise operations, without
+    matrix products. Outputs are bit-identical. The outputs of each class of layers are first compared with the outputs of its
+    replacement on random inputs. If the outputs differ, layers of this class are not changed. A layer whose forward method was
+    already replaced is not changed either. A changed layer gets its own attribute ``forward``. Hooks, adapters and copies of
+    changed layers work as usual. Pickling (`torch.save(model)`) restores the forward method of the class.
     """
     changed = 0
     for module in model.modules():
@@ -139,8 +138,8 @@ def keep_inputs_only(model: nn.Module) -> int:
 
 @functools.cache
 def _lean_forward(kind: type, activation: type) -> Callable | None:
-    """Return a forward function that saves fewer activations, for layers of a class. Return None if the class computes
-    something else.
+    """Return a forward function that saves fewer activations for layers of a class. Return None if this function would
+    compute different outputs.
     """
     lean = _LeanMLP if kind.__name__.endswith("MLP") else _LeanNorm if kind.__name__.endswith("RMSNorm") else None
     if lean is None or not kind.__module__.startswith("transformers.models."):
@@ -154,13 +153,13 @@ def _lean_forward(kind: type, activation: type) -> Callable | None:
                 parts = {name: nn.Linear(6, 6) for name in ("gate_proj", "up_proj", "down_proj")}
                 parts["act_fn"] = activation()
             same = all(_agree(kind, lean.forward, parts, dtype) for dtype in (torch.float32, torch.bfloat16))
-    except Exception:  # A layer with other submodules or arguments is of another type.
+    except Exception:  # The layer has different submodules or arguments.
         return None
     return lean.forward if same else None
 
 
 def _agree(kind: type, lean: Callable, parts: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Return whether a small layer of this class and the new forward function give the same results."""
+    """Return whether a small layer of a class and the new forward function return the same outputs."""
     layer: Any = kind.__new__(kind)
     nn.Module.__init__(layer)
     for name, part in parts.items():

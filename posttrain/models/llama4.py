@@ -1,8 +1,8 @@
-"""Properties of Llama 4's attention layers that attention functions do not receive: the chunk size and the scale by
-position.
+"""The chunk size and the position-dependent scale of Llama 4's attention layers. Attention functions receive neither value as
+an argument.
 
-`chunk_of` returns the chunk size, `tempered` corrects the scale of queries, and `placed` does both. These functions are
-only called for layers of `MODEL_TYPE`.
+`chunk_of` returns the chunk size, `tempered` corrects the scale of queries, and `placed` does both. All three are called only
+for layers of `MODEL_TYPE`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ MODEL_TYPE = "llama4_text"
 
 
 def placed(module: Any, query: Tensor, positions: Tensor) -> tuple[Tensor, int | None]:
-    """Return queries ``(B, heads, T, d)`` scaled by their positions ``(B, T)``. Also return the chunk size, or None."""
+    """Scale queries ``(B, heads, T, d)`` by their positions ``(B, T)``. Return the queries and the chunk size, which can be
+    None.
+    """
     return tempered(module, query, positions) if has_temperature(module) else query, chunk_of(module)
 
 
 def chunk_of(module: Any) -> int | None:
-    """Return the chunk size of a layer. A token attends only to positions of its own chunk. Return None if there are no
-    chunks.
+    """Return the chunk size of a layer, in which a token attends only to positions of its own chunk. Return None if the layer
+    has no chunks.
     """
     chunked = "chunked_attention" in layer_kinds(module.config)[module.layer_idx :][:1]
     return module.config.attention_chunk_size if chunked else None

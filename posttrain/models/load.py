@@ -63,7 +63,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class ModelConfig:
     """Model, adapter and quantization options of the command line."""
 
-    # This is an option of training configs. In older releases, it was an option of this config.
+    # `trust_remote_code` is now an option of training configs. In older releases, `trust_remote_code` was an option of
+    # `ModelConfig`.
     trust_remote_code: ClassVar[bool] = False
 
     model_name_or_path: str | None = option(None, "Folder or Hub id of the model. Training commands require it.")
@@ -149,8 +150,8 @@ class ModelConfig:
         modules: Any = self.lora_target_modules
         modules = [modules] if isinstance(modules, str) else modules
         if modules and len(modules) == 1 and (modules[0] == "all-linear" or set(modules[0]) & set("*+|^$(\\")):
-            # peft needs a regex or 'all-linear' as a string, but it would also read a plain name in a string as a regex. So
-            # only these are unpacked.
+            # peft expects a regex or 'all-linear' as a string. peft would also read a plain module name in a string as a
+            # regex. So only a regex or 'all-linear' is unpacked from the list.
             self.lora_target_modules = modules[0]
             try:
                 re.compile(modules[0])
@@ -160,7 +161,7 @@ class ModelConfig:
                 ) from error
 
     def model_init_kwargs(self, trust_remote_code: bool = False) -> dict[str, Any]:
-        """Return the keyword arguments for `create_model_from_path`."""
+        """Return the keyword arguments that `create_model_from_path` needs for this config."""
         return {
             "revision": self.model_revision,
             "trust_remote_code": trust_remote_code or self.trust_remote_code,
@@ -209,8 +210,8 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
     """Return the bitsandbytes config that ``model_args`` describes, or None without quantization.
 
-    Products with 4-bit weights are computed in float16 if ``dtype`` is float16. Otherwise they are computed in bfloat16, or in
-    float32 on hardware where bfloat16 is slower (`bf16_is_faster`).
+    Matrix products with 4-bit weights are computed in float16 if ``dtype`` is float16. Otherwise they are computed in
+    bfloat16, or in float32 on hardware where bfloat16 is slower than float32 (`bf16_is_faster`).
     """
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
@@ -230,7 +231,7 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
 
 
 def check_model_source(model: str | Module, *, generative: bool = True) -> None:
-    """Raise an error before any weight is read if the model cannot be used.
+    """Raise an error if the model cannot be trained. The check runs before any weight is read.
 
     Raises:
         ModelError: A local path does not exist or has no ``config.json``, or a generative trainer got a classifier.
@@ -268,7 +269,7 @@ def _class_name(config: PretrainedConfig) -> str:
 
 
 def _check_class(what: str, name: str, config: PretrainedConfig, *, generative: bool = True) -> None:
-    """Raise an error for a model class that cannot be trained.
+    """Raise an error if models of a class cannot be trained, e.g. encoder-decoder models.
 
     Args:
         what: Name of the model, for the message.
@@ -319,8 +320,9 @@ def with_dtype(init: Mapping[str, Any]) -> dict[str, Any]:
 def check_distributed(distributed: Any) -> None:
     """Raise an error if transformers' ``DistributedConfig`` shards the model when it is loaded.
 
-    Weights that are sharded on loading are gathered in the forward pass of their module. This library uses the output layer
-    outside of that forward pass, one chunk of logits at a time, so the gradient would only reach the local shard.
+    Weights that are sharded on loading are gathered only during the forward pass of their module. This library uses the
+    output layer outside of its module's forward pass, one chunk of logits at a time. The gradient would therefore reach only
+    the local shard.
 
     Args:
         distributed: A ``DistributedConfig`` or a mapping of its fields, from keywords or from a loaded model. May be None.
@@ -356,10 +358,10 @@ def create_model_from_path(
 
     Args:
         model_id: Hub id or folder.
-        architecture: Model class. None uses the class that the checkpoint names, or ``AutoModelForCausalLM`` if
-            transformers has no such class.
-        new_head: Whether a model of another ``architecture`` may have randomly initialized weights that are not in the
-            checkpoint.
+        architecture: Model class. None: the class that is named in the checkpoint's config, or ``AutoModelForCausalLM`` if
+            transformers does not have that class.
+        new_head: Whether weights that are missing in the checkpoint may be initialized randomly. ``new_head`` only matters if
+            ``architecture`` is set.
         **kwargs: Keyword arguments of ``from_pretrained``. ``dtype`` (or ``torch_dtype``) is a torch dtype or one of "auto",
             "bfloat16", "float16", "float32".
 
@@ -380,13 +382,14 @@ def create_model_from_path(
     shared = {k: kwargs[k] for k in ("revision", "trust_remote_code", "cache_dir", "token") if k in kwargs}
     with explained("model", model_id):
         config = transformers.AutoConfig.from_pretrained(model_id, **shared)
-    # For a Hub id, the class is only known after the config was loaded.
+    # For a Hub id, the model's class can only be checked after the config was loaded.
     _check_class(repr(model_id), _class_name(config), config, generative=architecture is None)
     loaded = architecture or getattr(transformers, _class_name(config), transformers.AutoModelForCausalLM)
     try:
         with explained("model", model_id):
             model, info = loaded.from_pretrained(model_id, dtype=dtype, output_loading_info=True, **kwargs)
-    # An unknown keyword, a device that this torch does not support, or an unknown activation in config.json.
+    # Possible causes are an unknown keyword, a device that this torch does not support, or an unknown activation in
+    # config.json.
     except (TypeError, AssertionError, KeyError) as error:
         raise ConfigError(
             f"{loaded.__name__}.from_pretrained cannot load {model_id!r} with {kwargs}: {error}. Fix: correct "
@@ -405,7 +408,8 @@ def create_model_from_path(
         raise ModelError(
             f"a weight file of {model_id!r} cannot be read: {error}. Fix: copy or download the file again."
         ) from error
-    # Under ZeRO-3, transformers does not list all keys. Buffers that are not in the checkpoint are computed, not random.
+    # Under ZeRO-3, transformers does not list all missing keys. Missing buffers are allowed, because the model computes
+    # them.
     if (architecture is None or not new_head) and not is_deepspeed_zero3_enabled():
         # With ignore_mismatched_sizes=True, parameters whose shape differs from the checkpoint's are random too.
         lost = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
@@ -444,17 +448,18 @@ def _log_size(model_id: str, model: nn.Module, stored: Any) -> None:
 
 
 def load_classifier(model_id: str, *, num_labels: int, new_head: bool = True, **kwargs: Any) -> PreTrainedModel:
-    """Load a sequence classifier. Warnings about a new head are suppressed.
+    """Load a sequence classifier and suppress transformers' warnings about a newly initialized head.
 
     Args:
         model_id: Hub id or folder.
         num_labels: Number of scores per sequence.
-        new_head: Whether to initialize a head with torch's global generator if the checkpoint has none. Otherwise, this is an
-            error.
+        new_head: Whether to initialize a head with torch's global generator if the checkpoint has no head. If False, a
+            checkpoint without a head is an error.
         **kwargs: Keyword arguments of ``from_pretrained``.
 
     Raises:
-        ModelError: The checkpoint has no head although ``new_head`` is False, or its head has another number of labels.
+        ModelError: The checkpoint has no head and ``new_head`` is False, or the number of labels of its head is not
+            ``num_labels``.
     """
     import transformers
     from transformers.utils import logging as transformers_logging
@@ -468,7 +473,7 @@ def load_classifier(model_id: str, *, num_labels: int, new_head: bool = True, **
 
 
 def model_id_of(model: nn.Module, needed_by: str) -> str:
-    """Return the hub id or folder from which a model was loaded.
+    """Return the hub id or folder from which a trainer's model was loaded.
 
     Args:
         model: The ``model`` argument of a trainer: a string or a module.
@@ -516,8 +521,8 @@ def load_tokenizer(
 def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None = None) -> int:
     """Set a pad token if the tokenizer has none, write its id into the model's config, and return the id.
 
-    If the tokenizer has no pad token, an unused special token becomes the pad token. If there is no such token, the eos token
-    does. Attention masks depend on positions and not on the pad token.
+    If the tokenizer has no pad token, an unused special token becomes the pad token. If there is no unused special token, the
+    eos token becomes the pad token. Attention masks depend on positions and not on the pad token.
     """
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -550,7 +555,7 @@ def _unused_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> str |
 
 
 def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
-    """Add a new adapter to the model and return the result.
+    """Add a new adapter to the model and return the resulting peft model.
 
     Raises:
         ConfigError: The adapter's target modules match no module of the model, or peft cannot create the adapter.
@@ -562,7 +567,7 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     parameters = [f".{name}" for name, _ in model.named_parameters()]
     try:
         with warnings.catch_warnings():
-            # Ignore this warning, because peft uses a deprecated property of transformers.
+            # Ignore the warning that peft causes by using a deprecated property of transformers.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted = peft.get_peft_model(model, peft_config)
     # peft has no error class of its own. For example, LoftQ raises an AssertionError on a machine without GPU.
@@ -615,7 +620,7 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
 
 
 def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activation_checkpointing: bool) -> Any:
-    """Add an adapter to the model if there is a config, and enable gradients through checkpointed layers.
+    """Add an adapter to the model if ``peft_config`` is set, and enable gradients through checkpointed layers.
 
     Raises:
         ArgumentTypeError: ``peft_config`` is not a peft config.
@@ -639,15 +644,15 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
         _name_tied_layers(model)
         _check_adapter(model, activation_checkpointing)
     if isinstance(model, peft.PeftModel) and activation_checkpointing:
-        # With frozen embeddings, the input of the first checkpointed layer has no gradient, so adapters would get no gradient
-        # either.
+        # With frozen embeddings, the input of the first checkpointed layer does not require gradients. Without this call,
+        # adapters would get no gradients.
         model.enable_input_require_grads()
     prepare_adapter(model)
     return model
 
 
-# peft methods that are not supported, each with the part that this library does not implement. The methods in ADDS_LAYERS add
-# their own layers, which cannot be merged into the base weights.
+# Unsupported peft methods. Each value names the part of the method that this library does not implement. The methods in
+# ADDS_LAYERS add their own layers, which cannot be merged into the base weights.
 ADDS_LAYERS = {
     "ADAPTION_PROMPT": "prompts that peft inserts inside the attention layers, but rows here contain several sequences",
     "POLY": "task_ids in every forward pass",
@@ -660,7 +665,8 @@ NEEDS_MORE = ADDS_LAYERS | {
     "LILY": "routing weights averaged over all tokens of a row, but rows here contain several sequences",
     "MULTITASK_PROMPT_TUNING": "task_ids in every forward pass",
 }
-# Options that supported peft methods must not use here, each with the part that this library does not implement.
+# Options of supported peft methods that are rejected. Each value names the part of the option that this library does not
+# implement.
 NEEDS_MORE_WITH = {
     "alora_invocation_tokens": "the position of the invocation tokens in each row, but rows here contain several sequences",
     "arrow_config": "a router that combines other, frozen adapters and has no weights to train",
@@ -671,17 +677,18 @@ NEEDS_MORE_WITH = {
     "sample_at_inference": "log-probs that are averaged over random forward passes",
     "save_only_topk_weights": "weights that a checkpoint with save_only_topk_weights=True does not contain",
 }
-# Prefixes of init_lora_weights values whose changes of the base weights peft cannot reproduce when an adapter is loaded. They
-# use a randomized decomposition of the weights, or a decomposition of gradients.
+# Prefixes of rejected init_lora_weights values. These initializations change the base weights with a randomized
+# decomposition of the weights, or with a decomposition of gradients. peft cannot repeat the change when a saved adapter is
+# loaded.
 UNREPEATABLE_STARTS = ("pissa_niter_", "lora_ga")
 
 
 def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> None:
     """Load a checkpoint whose weights have the names on the Hub instead of the names of the model's parameters.
 
-    `transformers.Trainer` loads weights by the names in the file and ignores unknown names, so that the model would
-    continue with its initial weights. Most vision-language models have such checkpoints. For adapters and sharded weights, whose
-    files contain the names of the parameters, this function does nothing.
+    `transformers.Trainer` loads weights by the names in the file and ignores unknown names. A resumed model would therefore
+    continue with its initial weights. Most vision-language models have checkpoints with the Hub's names. For adapters and
+    sharded weights, this function does nothing, because their files contain the names of the parameters.
 
     Args:
         model: Model that is trained.
@@ -702,8 +709,8 @@ def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> Non
 def load_default_adapter(model: nn.Module, folder: str, accelerator: Accelerator) -> None:
     """Load the adapter ``default`` of a checkpoint that has several adapters.
 
-    `transformers.Trainer` of 5.17 loads only the adapters in subfolders, e.g. ``ref``, so the trained adapter would keep its
-    initial weights.
+    `transformers.Trainer` of version 5.17 loads only the adapters in subfolders, e.g. ``ref``. Without this function, the
+    trained adapter would keep its initial weights.
 
     Args:
         model: Model that is trained.
@@ -717,9 +724,9 @@ def load_default_adapter(model: nn.Module, folder: str, accelerator: Accelerator
 
 
 def load_added_adapter(model: nn.Module, folder: str) -> bool:
-    """Load the adapter of a checkpoint if transformers' ``add_adapter`` added it to the model. Return whether it did.
+    """Load a checkpoint's adapter into a model whose adapter was added by transformers' ``add_adapter``.
 
-    `transformers.Trainer` loads only adapters of peft's own models.
+    `transformers.Trainer` loads only adapters of peft's own models. The function returns whether it loaded an adapter.
     """
     bare: Any = unwrapped(model)
     if not vars(bare).get("_hf_peft_config_loaded"):
@@ -731,10 +738,10 @@ def load_added_adapter(model: nn.Module, folder: str) -> bool:
 
 
 def mark_loaded_projections(model: nn.Module) -> None:
-    """Mark the projections of VeLoRA that a checkpoint contains as computed.
+    """Mark VeLoRA's projections as computed if they were loaded from a checkpoint.
 
     peft saves the projections, but not whether they were computed. With ``init_type="batch_average_once"``, a resumed run
-    would compute them again from its first batch.
+    would otherwise compute the projections a second time, from its first batch.
     """
     for module in model.modules():
         computed = vars(module).get("lora_velora_initialized", {})
@@ -743,9 +750,11 @@ def mark_loaded_projections(model: nn.Module) -> None:
 
 
 def adapter_folder(model: nn.Module, folder: str, accelerator: Accelerator) -> str:
-    """Return the folder in which a checkpoint stores the active adapter: a subfolder, unless it is named ``default``.
+    """Return the folder in which a checkpoint stores the active adapter. Adapters that are not named ``default`` are in
+    subfolders.
 
-    `transformers.Trainer` of 5.23 loads the best model from the checkpoint's own folder, which contains ``default`` or nothing.
+    `transformers.Trainer` of version 5.23 loads the best model from the checkpoint's own folder. The checkpoint's own folder
+    contains the adapter ``default`` or no adapter.
     """
     bare: Any = unwrapped(model)
     whole = adapters_of(bare) and not shards_parameters(accelerator)
@@ -754,11 +763,11 @@ def adapter_folder(model: nn.Module, folder: str, accelerator: Accelerator) -> s
 
 
 def _name_tied_layers(model: Any) -> None:
-    """Restore the names of layers that peft ties to the embeddings (``ensure_weight_tying``) in the adapter configs.
+    """Write the names of layers that peft ties to the embeddings (``ensure_weight_tying``) back into the adapter configs.
 
-    peft removes these names. peft finds tied layers by the names ``embed_tokens`` and ``lm_head``. For an embedding
-    with another name (e.g. ``wte``), a saved adapter, or a second adapter from the same config, would not include the
-    output layer.
+    peft removes the names of tied layers from the configs. Later, peft finds tied layers by the names ``embed_tokens`` and
+    ``lm_head``. If the embedding has another name (e.g. ``wte``), a saved adapter would not include the output layer. A
+    second adapter from the same config would not include the output layer either.
     """
     for settings in model.peft_config.values():
         for field, tied in (("target_modules", "target_modules_to_tie"), ("modules_to_save", "modules_to_tie")):
@@ -809,7 +818,7 @@ def _check_scales(model: Module) -> None:
 
 
 def _check_earlier_adapter(model: Any) -> None:
-    """Raise an error if the base model contains layers of an adapter that the model's own adapter does not know."""
+    """Raise an error if the base model contains adapter layers that do not belong to the model's own adapter."""
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -826,9 +835,10 @@ def _check_earlier_adapter(model: Any) -> None:
 
 
 def _check_patterns(model: Any) -> None:
-    """Raise an error if the order of the keys in ``rank_pattern``, ``alpha_pattern`` or a similar option changes a layer.
+    """Raise an error if a layer's settings depend on the order of the keys in ``rank_pattern``, ``alpha_pattern`` or a
+    similar option.
 
-    peft uses the first matching key, but it sorts the keys when it saves an adapter.
+    peft uses the first key that matches a layer, but it sorts the keys when it saves an adapter.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import get_pattern_key
@@ -849,10 +859,11 @@ def _check_patterns(model: Any) -> None:
 
 
 def _check_recurrent_layers(model: Module, moved: bool) -> None:
-    """Raise an error or warn if an adapter has no effect, because a recurrent layer uses the weights without calling the module.
+    """Raise an error or warn if an adapter has no effect. Recurrent layers use some weights without calling the module that
+    has the adapter.
 
-    For an adapter that starts at zero, the function only warns: this part of the adapter stays zero, and the other
-    parts are trained.
+    If the adapter starts at zero, the function only warns, because the ineffective part stays zero and the rest of the
+    adapter is trained.
 
     Args:
         model: Model with an adapter.
@@ -878,7 +889,7 @@ def _check_recurrent_layers(model: Module, moved: bool) -> None:
 
 
 def _check_kind(config: PeftConfig) -> None:
-    """Raise an error for a peft method, or one of its options, that this library does not implement."""
+    """Raise an error if this library does not implement a peft method or one of the method's options."""
     kind = adapter_kind(config)
     if kind in NEEDS_MORE:
         raise ConfigError(
@@ -894,7 +905,7 @@ def _check_kind(config: PeftConfig) -> None:
 
 
 def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
-    """Raise an error for an adapter that would not train, or that would fail later with an unclear error."""
+    """Raise an error for an adapter that would not be trained, or that would cause an unclear error later."""
     config = model.active_peft_config
     kind = adapter_kind(config)
     _check_kind(config)
@@ -946,7 +957,7 @@ TEMPLATE_FILES = (".jinja", ".j2")
 
 
 def changes_vocabulary(args: PostTrainingConfig) -> bool:
-    """Return whether ``chat_template_path`` is a tokenizer to clone, and not a template file."""
+    """Return whether ``chat_template_path`` names a tokenizer whose template and tokens are cloned, and not a template file."""
     path = args.chat_template_path
     return path is not None and not str(path).endswith(TEMPLATE_FILES)
 
@@ -954,7 +965,7 @@ def changes_vocabulary(args: PostTrainingConfig) -> bool:
 def check_saved_settings(tokenizer: Tokenizer) -> None:
     """Raise an error if the tokenizer has a setting that ``save_pretrained`` cannot write as JSON.
 
-    Without this check, the first checkpoint would fail.
+    Without this check, saving the first checkpoint would fail.
 
     Raises:
         ConfigError: A setting cannot be written as JSON.
@@ -970,7 +981,7 @@ def check_saved_settings(tokenizer: Tokenizer) -> None:
 
 
 def check_saved_config(model: nn.Module) -> None:
-    """Raise an error if ``save_pretrained`` would reject the model's config, so that the first checkpoint would fail.
+    """Raise an error if ``save_pretrained`` would reject the model's config when the first checkpoint is saved.
 
     Raises:
         ConfigError: The config is not valid, or requests attention weights, which training does not compute.
@@ -993,7 +1004,7 @@ def check_saved_config(model: nn.Module) -> None:
 def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:
     """Apply ``chat_template_path`` (a file), ``eos_token`` and ``pad_token`` to the tokenizer.
 
-    Call this before any row is tokenized.
+    Call this function before any row is tokenized.
 
     Raises:
         ArgumentTypeError: ``tokenizer`` is neither a tokenizer nor a processor.
@@ -1035,7 +1046,7 @@ def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig)
     known = [] if known is None else [known] if isinstance(known, int) else list(known)
     try:
         ends = terminal_token_ids(tokenizer)
-    # The end-of-turn token is unknown, because the template cannot render a question with an answer.
+    # If the template cannot render a question with an answer, the end-of-turn token is unknown.
     except DataError:
         ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     new = [token for token in ends if token not in known]
@@ -1045,7 +1056,8 @@ def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig)
 
 
 SEED = 0
-# Noise of a new row, as a fraction of the standard deviation of old rows. It is too small to affect logits.
+# Standard deviation of the noise in a new embedding row, as a fraction of the standard deviation of old rows. The noise is
+# too small to affect logits.
 SPREAD = 0.01
 
 
@@ -1058,9 +1070,9 @@ def clone_chat_template(
 ) -> tuple[Any, Any, list[int]]:
     """Copy another tokenizer's chat template and its tokens to ``model`` and ``tokenizer``.
 
-    Added tokens of the source are added to the tokenizer if they are missing there. The source's eos token becomes the eos token
-    of the tokenizer and of the model. The source's bos token is copied only if the tokenizer has no bos token. The source's pad
-    token is copied if the tokenizer has no pad token, or if its pad token has become the eos token.
+    Added tokens of the source are added to the tokenizer if its vocabulary does not contain them. The source's eos token
+    becomes the eos token of the tokenizer and of the model. The source's bos token is copied only if the tokenizer has no bos
+    token. The source's pad token is copied if the tokenizer has no pad token, or if its pad token has become the eos token.
 
     The embedding grows to a multiple of ``resize_to_multiple_of`` and never shrinks. Placeholder tokens ``<extra_id_0>, ..``
     fill the vocabulary up to the size of the embedding. The rows of all added tokens are initialized with the mean of existing
@@ -1077,7 +1089,7 @@ def clone_chat_template(
 
     Raises:
         ModelError: The source has no chat template, or ``resize_to_multiple_of`` is below 1.
-        VocabularyMismatchError: Tokenizer and embedding have different sizes after the call.
+        VocabularyMismatchError: After the call, the tokenizer's number of ids differs from the number of embedding rows.
     """
     if resize_to_multiple_of is not None and resize_to_multiple_of < 1:
         raise ModelError(f"resize_to_multiple_of={resize_to_multiple_of} must be at least 1, or None.")
@@ -1107,7 +1119,7 @@ def clone_chat_template(
 
 
 def _size(tokenizer: Tokenizer) -> int:
-    """Return the number of embedding rows that the tokenizer needs: its largest id plus 1. Ids can have gaps."""
+    """Return the number of embedding rows that the tokenizer needs: its largest id plus 1. The ids need not be contiguous."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -1127,7 +1139,7 @@ def _set_special_tokens(tokenizer: Tokenizer, source: Any) -> None:
     if tokenizer.bos_token is None and source.bos_token in vocabulary:
         tokenizer.bos_token = source.bos_token
     if old_pad is not None and (old_pad != tokenizer.eos_token or old_pad == old_eos):
-        # Keep a pad token that equaled the previous eos token, because the user chose it.
+        # If the pad token was the same as the previous eos token, keep it, because this was the user's choice.
         return
     for candidate in (source.pad_token, old_eos):
         if candidate in vocabulary and candidate != tokenizer.eos_token:
@@ -1179,13 +1191,15 @@ def _fill(tokenizer: Tokenizer, rows: int) -> None:
 
 @torch.no_grad()
 def _start_at_mean(model: nn.Module, added: list[int], known: int) -> None:
-    """Set the rows of added tokens to the mean of the first ``known`` rows plus small seeded noise, so that they differ."""
+    """Set the embedding rows of added tokens to the mean of the first ``known`` rows plus small seeded noise, so that the new
+    rows differ.
+    """
     if not added:
         return
     output = model.get_output_embeddings()
     weights = {id(w): w for w in [model.get_input_embeddings().weight, *([] if output is None else [output.weight])]}
     generator = torch.Generator().manual_seed(SEED)
-    for weight in weights.values():  # The dict has one entry for tied embeddings, so that their rows are written once.
+    for weight in weights.values():  # Tied embeddings have one entry, so that rows are written once.
         old = weight[:known].float()
         noise = torch.randn(len(added), weight.shape[1], generator=generator).to(weight.device)
         weight[added] = (old.mean(0) + SPREAD * old.std(0) * noise).to(weight.dtype)

@@ -1,9 +1,9 @@
 """Log-probs of selected tokens, computed from hidden states in chunks of logits.
 
-The full ``(N, V)`` logits are never allocated. The forward pass saves two numbers per token, and the backward pass
-computes each chunk of logits again. For any loss on the log-probs, the peak memory is O(chunk * V) instead of O(N * V).
-A chunk is computed only once in two cases: the gradient of its log-probs is known before the backward pass, or only
-hidden states need a gradient. The forward pass then also computes the gradients.
+The full ``(N, V)`` logits are never allocated. The forward pass saves two numbers per token, and the backward pass computes
+each chunk of logits a second time. For any loss on the log-probs, the peak memory is O(chunk * V) instead of O(N * V). In two
+cases, the forward pass computes the gradients, so that each chunk is computed only once: the gradient of the log-probs is
+known before the backward pass, or only hidden states need a gradient.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ from posttrain.types import WHOLE, TokenLoss, Truncation
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-# Number of bytes of float32 logits per chunk. Measured on 2 cores with a vocabulary of 49k: 64 MiB is no faster than 24 MiB,
-# and 16 MiB or less is slower.
+# Number of bytes of float32 logits per chunk. On 2 cores with a vocabulary of 49k, chunks of 64 MiB were not faster than
+# chunks of 24 MiB, and chunks of 16 MiB or less were slower.
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
-# Number of bytes of logits whose softmax a CPU computes at a time, so that they stay in its cache between the passes over them.
+# Number of bytes of logits whose softmax a CPU computes at a time. Logits of this size stay in the CPU's cache while the
+# softmax reads them several times.
 CACHE_BYTES = 3 * 2**20
-# LEAST_POSITIONS: minimum number of positions per chunk. With a vocabulary of 152k, 24 MiB hold 41 positions, which take 1.4
-# times as long per position as a chunk of 128. REPACKED: minimum number of elements of a weight for which oneDNN's products are
-# used. They need 1 to 2 ms of setup for each new number of rows.
+# LEAST_POSITIONS: minimum number of positions per chunk. With a vocabulary of 152k, a chunk of 24 MiB has only 41 positions
+# and takes 1.4 times as long per position as a chunk of 128 positions. REPACKED: minimum number of elements of a weight for
+# which oneDNN's matrix products are used. oneDNN needs 1 to 2 ms of setup for each new number of rows.
 LEAST_POSITIONS, REPACKED = 128, 2**20
-# Whether this build of torch has oneDNN's matrix products for linear layers. Builds for x86 have them.
+# Whether this build of torch has oneDNN's matrix products for linear layers. Builds for x86 have these products.
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 NUMBERS = ("entropy", "mean_logit", "collision")
-# Maximum deviation from the expected gradient, as a fraction of the largest gradient of any log-prob.
+# Maximum difference between the actual and the expected gradient of a log-prob, as a fraction of the largest gradient of any
+# log-prob.
 MOST_ERROR = 1e-6
 
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Results per token, ``(N,)`` each. Except for ``logp``, a result is None if it was not requested."""
+    """Outputs of `token_logprobs`, each of shape ``(N,)``. An output other than ``logp`` is None if it was not requested."""
 
     logp: Tensor
     entropy: Tensor | None = None
@@ -54,7 +56,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How logits are computed from ``hidden @ W.T + b``: scale, softcap and division by the temperature, in this order.
+    """Parameters with which logits are computed from ``hidden @ W.T + b``. Scale, softcap and division by the temperature are
+    applied in this order.
 
     ``chunk`` is the number of positions whose logits exist at the same time.
     """
@@ -65,13 +68,13 @@ class _Rule:
     chunk: int
 
     def blocks(self, x: Tensor) -> list[slice]:
-        """Return the slices of ``x (n, V)`` for which the softmax is computed at a time."""
+        """Split logits ``x (n, V)`` into slices of rows. The softmax is computed for one slice at a time."""
         rows = max(2, CACHE_BYTES // (4 * x.shape[1])) if x.device.type == "cpu" else len(x)
         return [slice(i, min(i + rows, len(x))) for i in range(0, len(x), rows)]
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the logits divided by the temperature, in at least float32. Also return the softcap's ``tanh`` for the
-        backward pass.
+        """Compute the logits divided by the temperature, in at least float32. Return the logits and the softcap's ``tanh``,
+        which the backward pass needs.
         """
         x = output_product(hidden, weight, bias)
         x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -86,7 +89,7 @@ class _Rule:
         return x, bent
 
     def through(self, grad: Tensor, bent: Tensor | None) -> Tensor:
-        """Convert the gradient of the logits to the gradient of ``hidden @ W.T + b``. The input is overwritten."""
+        """Convert the gradient of the logits to the gradient of ``hidden @ W.T + b``, in place."""
         factor = self.scale / self.temperature
         if bent is not None:
             grad = grad.mul_(1.0 - bent.square_())
@@ -94,10 +97,11 @@ class _Rule:
 
 
 def output_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``hidden @ weight.T + bias`` for a few rows of ``hidden`` and many rows of ``weight``, without gradient.
+    """Compute ``hidden @ weight.T + bias`` without gradient. The function is fast for few rows of ``hidden`` and many rows of
+    ``weight``.
 
-    In float32 on an x86 CPU, oneDNN's product is used. For 128 rows and vocabularies of 49k to 152k, it takes 0.4 to
-    0.6 times as long as `F.linear`, which repacks the weight for each chunk (AVX2, 2 cores).
+    In float32 on an x86 CPU, oneDNN's matrix product is used. For 128 rows and vocabularies of 49k to 152k, oneDNN's product
+    takes 0.4 to 0.6 times as long as `F.linear`, which repacks the weight for each chunk (AVX2, 2 cores).
     """
     if hidden.dtype == torch.float32 and hidden.device.type == "cpu" and HAS_ONEDNN and weight.numel() >= REPACKED:
         return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
@@ -111,7 +115,7 @@ class _HeadGradients:
         hidden: ``(N, H)`` hidden states.
         weight: ``(V, H)`` output layer.
         bias: ``(V,)`` or None.
-        needed: For hidden, weight and bias: whether it needs a gradient.
+        needed: Three flags: whether hidden states, weight and bias need a gradient.
         wide: Dtype in which the gradients of weight and bias are summed.
     """
 
@@ -125,7 +129,7 @@ class _HeadGradients:
         self.bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if need_bias and bias is not None else None
 
     def add(self, part: slice, dz: Tensor) -> None:
-        """Add the gradient ``dz``, ``(n, V)``, of the positions ``part``. Each position may be added once."""
+        """Add the gradient ``dz (n, V)`` of the logits at the positions ``part``. Each position may be added only once."""
         hidden, weight = self.inputs
         dz = dz.to(weight.dtype)
         if self.hidden is not None:
@@ -136,7 +140,7 @@ class _HeadGradients:
             self.bias += dz.sum(0, dtype=self.wide)
 
     def skip(self, part: slice) -> None:
-        """Record that the gradient of the positions ``part`` is 0."""
+        """Set the gradient of the hidden states at the positions ``part`` to 0."""
         if self.hidden is not None:
             self.hidden[part] = 0.0
 
@@ -153,12 +157,12 @@ class _HeadGradients:
 
 
 class _Ahead:
-    """Gradients that the forward pass computes from its chunks of logits. This is possible if the gradient of the
-    log-probs is known in advance.
+    """Gradients that the forward pass computes from its chunks of logits, because the gradient of the log-probs is known in
+    advance.
 
     Args:
-        expected: Expected gradient of the log-probs; see `token_logprobs`. None: only hidden states need a gradient.
-            The gradient of a hidden state is then a vector times the gradient of its own log-prob.
+        expected: Expected gradient of the log-probs; see `token_logprobs`. None: only hidden states need a gradient. The
+            gradient of a hidden state is then a known vector times the gradient of that position's log-prob.
         sums: Accumulator of the gradients.
         logp: ``(N,)`` log-probs, which the forward pass fills chunk by chunk.
     """
@@ -168,8 +172,8 @@ class _Ahead:
         self.grad = expected.to(logp.dtype) if isinstance(expected, Tensor) else torch.ones_like(logp)
 
     def write(self, part: slice, e: Tensor, z: Tensor, targets: Tensor, out: Tensor) -> None:
-        """Write the gradient of n tokens' logits to ``out (n, V)``. Their softmax is ``e / z``, with ``e (n, V)`` and
-        ``z (n,)``. ``out`` may be ``e``.
+        """Write the gradient of the logits of n tokens to ``out (n, V)``. The softmax of the logits is ``e / z``, with
+        ``e (n, V)`` and ``z (n,)``. ``out`` may be the same tensor as ``e``.
         """
         if isinstance(self.expected, TokenLoss):
             self.grad[part] = self.expected[part].gradient(self.logp[part])
@@ -178,16 +182,16 @@ class _Ahead:
         out.scatter_add_(1, targets[:, None], g[:, None])
 
     def add(self, part: slice, dz: Tensor) -> None:
-        """Add the gradient ``dz (n, V)`` of one chunk."""
-        # All gradients of this chunk are 0, for example because all rewards of a group are equal.
+        """Add the gradient ``dz (n, V)`` of one chunk of logits."""
+        # Skip the chunk if all gradients of its log-probs are 0, for example because all rewards of a group are equal.
         if self.expected is not None and not bool(self.grad[part].any()):
             self.sums.skip(part)
         else:
             self.sums.add(part, dz)
 
     def scaled(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-        """Return the gradients for the actual gradient ``(N,)`` of the log-probs. Return None if it is not a multiple
-        of the expected gradient.
+        """Scale the accumulated gradients to the actual gradient ``grad (N,)`` of the log-probs. Return None if ``grad`` is
+        not a multiple of the expected gradient.
         """
         hidden, weight, bias = self.sums.gradients()
         if self.expected is None:
@@ -206,8 +210,8 @@ class _Ahead:
 
 @dataclass(frozen=True, slots=True)
 class _LogprobRequest:
-    """Autograd function of `token_logprobs`. With ``once``, the forward pass also computes the gradients for
-    ``expected``; see `_Ahead`.
+    """Arguments of the autograd function of `token_logprobs`. If ``once`` is True, the forward pass also computes the
+    gradients for ``expected``; see `_Ahead`.
     """
 
     rule: _Rule
@@ -246,8 +250,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 part, x = slice(start + block.start, start + block.stop), logits[block]
                 chosen = x.gather(1, targets[part, None]).squeeze(1)
                 if "correct" in wants and weight.element_size() < 4:
-                    # In half precision, several logits are often equal. Only the first of them counts as the most likely
-                    # token. Finding it takes as long as an exponential.
+                    # In half precision, several logits are often equal. The first of the largest logits is the most likely
+                    # token. Finding its index takes as long as computing an exponential.
                     top, first = x.max(1)
                     correct[part] = first == targets[part]
                 else:
@@ -283,7 +287,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         rule: _Rule = ctx.rule
-        # Delete this reference. Autograd would otherwise copy the gradients.
+        # Delete the reference to the gradients. Otherwise, autograd would copy them.
         ahead, ctx.ahead = ctx.ahead, None
         if ahead is not None:
             gradients = ahead.scaled(grad_logp)
@@ -312,7 +316,9 @@ class _TokenLogprobs(torch.autograd.Function):
 def _prepared(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Return the operands in one dtype (that of autocast if it is enabled), and the number of positions per chunk."""
+    """Cast the operands to one dtype, which is autocast's dtype under autocast. Return them and the number of positions per
+    chunk.
+    """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -346,30 +352,30 @@ def token_logprobs(
 
     Args:
         hidden: ``(N, H)`` hidden states that predict the targets.
-        weight: ``(V, H)`` output layer. The layer gets a gradient if it requires one.
+        weight: ``(V, H)`` weight of the output layer. The weight gets a gradient if ``weight.requires_grad`` is True.
         targets: ``(N,)`` int64 token ids.
         bias: ``(V,)`` or None.
-        logit_scale: Factor of the logits. Cohere has this factor. For Granite, it is the inverse of ``logits_scaling``.
+        logit_scale: Factor of the logits, e.g. for Cohere. For Granite, the factor is the inverse of ``logits_scaling``.
         softcap: Cap ``c`` in ``c tanh(x / c)`` (Gemma 2).
         temperature: Temperature by which the logits are divided, above 0.
-        truncation: Truncation of the sampler's distribution. If the truncation excludes tokens, the log of the
-            remaining probability is returned too, without gradient. See `posttrain.losses.truncation`.
+        truncation: Truncation of the sampler's distribution, e.g. top-p. If the truncation excludes tokens, the log of the
+            remaining probability mass is returned too, without gradient. See `posttrain.losses.truncation`.
         chunk_size: Number of positions per chunk. None: as many as fit into 24 MiB of logits on a CPU or 64 MiB
             elsewhere, but at least 128.
-        expected_grad: ``(N,)`` gradient that the log-probs will receive, up to a constant factor, or a `TokenLoss` of
-            the N tokens. If it is set, the forward pass also computes the gradients of hidden states and output layer.
-            If the actual gradient differs, the backward pass computes them again. ``expected_grad`` is used only on a
-            CPU, because on other devices the comparison would block the host.
+        expected_grad: ``(N,)`` gradient that the log-probs will receive, up to a constant factor, or a `TokenLoss` of the N
+            tokens. If it is set, the forward pass also computes the gradients of hidden states and output layer. If the actual
+            gradient differs from ``expected_grad``, the backward pass recomputes these gradients. ``expected_grad`` is used
+            only on a CPU, because on other devices comparing the gradients would block the host.
         need_entropy: Whether to return the entropy in nats, at ``temperature``.
-        entropy_grad: Whether to return the entropy with a gradient.
-        need_correct: Whether to return if the target is the most likely token.
+        entropy_grad: Whether to return the entropy and make it differentiable.
+        need_correct: Whether to return a bool per position: whether the target is the most likely token.
         need_mean_logit: Whether to return the mean logit over the vocabulary, before division by ``temperature`` and
             without gradient.
         need_collision: Whether to return ``log sum_v p_v^2`` at ``temperature``, without gradient.
 
     Returns:
-        Log-probs in float32 (float64 for float64 input), regardless of the dtype of the weights. Under autocast, products are
-        computed in the autocast dtype, and the weight is cast once.
+        Log-probs in float32 (float64 for float64 input), regardless of the dtype of the weights. Under autocast, matrix
+        products are computed in the autocast dtype, and the weight is cast once.
 
     Raises:
         ConfigError: ``temperature`` is not above 0.
@@ -385,7 +391,7 @@ def token_logprobs(
     wants = frozenset(name for name, want in requested.items() if want)
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     known = len(targets) > 0 and (frozen or (expected_grad is not None and hidden.device.type == "cpu"))
-    # Exclude float16. Without gradient scaling, small probabilities would underflow in it.
+    # Exclude float16. Without gradient scaling, small probabilities would underflow in float16.
     once = (
         known
         and torch.is_grad_enabled()
@@ -451,8 +457,8 @@ def chunked_rows(
     softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Compute ``(N, K)`` values from the logits of each position. The forward and the backward pass compute the logits
-    in chunks.
+    """Compute K values per position from the logits of that position. The forward and the backward pass compute the logits in
+    chunks.
 
     Args:
         hidden: ``(N, H)`` hidden states.
@@ -460,7 +466,7 @@ def chunked_rows(
         bias: ``(V,)`` or None.
         measure: Function that maps float32 logits ``(n, V)``, and the slice of their positions, to values ``(n, K)``.
             The function is called again in the backward pass, with gradients enabled.
-        columns: Number of values with a gradient. The first ``columns`` of the K values have one.
+        columns: Number of values with a gradient. Only the first ``columns`` of the K values have a gradient.
         logit_scale: Same as in `token_logprobs`.
         softcap: Same as in `token_logprobs`.
         chunk_size: Same as in `token_logprobs`.
@@ -474,7 +480,7 @@ def chunked_rows(
 def raw_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *, logit_scale: float = 1.0, softcap: float | None = None
 ) -> Tensor:
-    """Return logits ``cap(scale * (h W^T + b))``, ``(n, V)``, in float32 or wider, without gradient."""
+    """Return the ``(n, V)`` logits ``cap(scale * (h W^T + b))``, in float32 or wider, without gradient."""
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         bias = None if bias is None else bias.to(weight.dtype)
         return _Rule(logit_scale, softcap, 1.0, 0).logits(hidden.to(weight.dtype), weight, bias)[0]

@@ -40,13 +40,14 @@ logger = logging.getLogger(__name__)
 def layers_to_keep(model: nn.Module) -> int:
     """Return the number of layers whose activations fit into the memory that chunked logits save.
 
-    The number is ``k = floor(2 V / a)``, where both are elements per token. Full logits and their gradient would need 2
-    V elements, which the chunked head does not allocate. A layer without checkpointing saves about twice the outputs of
-    its linear layers, ``a = 2 sum(out_features)``: the outputs themselves, and normalized, activated and summed
-    tensors.
+    The number is ``k = floor(2 V / a)``. Full logits and their gradient would need ``2 V`` elements per token, which the
+    chunked head does not allocate. A layer without checkpointing saves ``a = 2 sum(out_features)`` elements per token, which
+    is twice the size of the outputs of its linear layers. One half is the outputs themselves. The other half is normalized,
+    activated and summed tensors.
 
     Returns:
-        Number of layers, at most all layers. 0 for a model without checkpointable layers or without an output layer.
+        Number of layers, at most all layers of the model, or 0 for a model without checkpointable layers or without an output
+        layer.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     head = output_layer(model)
@@ -56,7 +57,7 @@ def layers_to_keep(model: nn.Module) -> int:
     return min(len(layers), 2 * head.weight.shape[0] // kept) if kept else 0
 
 
-# Operators of scaled_dot_product_attention. A build of torch may not have all of them.
+# Operators of scaled_dot_product_attention. Some builds of torch lack some of these operators.
 ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -67,15 +68,15 @@ ATTENTION_OPS = {getattr(torch.ops.aten, name).default for name in ATTENTION if 
 
 
 def keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Return the checkpoint policy of an operator: save the output of attention, whose cost is quadratic, and recompute
-    all others.
+    """Return the checkpoint policy of an operator. Outputs of attention are saved, because their cost is quadratic. Outputs
+    of all other operators are recomputed.
     """
     kept = op in ATTENTION_OPS or any(name in str(op) for name in ("flash_attn", "varlen_attn"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute_activations(model: nn.Module, options: dict[str, Any] | None = None) -> None:
-    """Enable activation checkpointing in all layers, with the method of the installed version of transformers.
+    """Enable activation checkpointing in all layers of a transformers model.
 
     Args:
         model: A transformers model.
@@ -97,18 +98,20 @@ def recompute_activations(model: nn.Module, options: dict[str, Any] | None = Non
 
 
 def recomputes(args: TrainingArguments) -> bool:
-    """Return whether activation checkpointing is enabled. Recent versions of transformers have two names for the option."""
+    """Return whether activation checkpointing is enabled. In recent versions of transformers, the option has two names."""
     return bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
 
 
 def recompute_options(args: TrainingArguments) -> dict[str, Any]:
-    """Return the options of activation checkpointing, which have two names in recent versions of transformers."""
+    """Return the keyword arguments of activation checkpointing. In recent versions of transformers, the option has two
+    names.
+    """
     return dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
 
 
 def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
-    """Disable checkpointing in the last ``count`` layers (None: `layers_to_keep`), so that they keep their activations.
-    Return their number.
+    """Disable checkpointing in the last ``count`` layers, so that they keep their activations. Return the number of layers
+    without checkpointing. If ``count`` is None, `layers_to_keep` chooses the number.
 
     The backward pass starts with the last layers. Activations of the last layers are freed before the earlier layers
     are recomputed.
@@ -137,8 +140,8 @@ class KeepLastActivations(TrainerCallback):
     ) -> None:
         options = recompute_options(args)
         if "selective" in options and recomputes(args):
-            # Enable checkpointing again without the option "selective". The trainer has passed it to torch, which does not know
-            # it.
+            # The trainer has passed the option "selective" to torch, which does not support it. Enable checkpointing a
+            # second time, without this option.
             recompute_activations(causal_lm(model), options)
         if "every_n_layers" not in options:
             keep_last_activations(model, args.kept_layers)
@@ -147,14 +150,14 @@ class KeepLastActivations(TrainerCallback):
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     """Saved-tensor hooks that copy activations to pinned host memory. The backward pass copies them back.
 
-    Both copies run on the current stream, so the copy to the host finishes before the copy back starts, and a tensor is
-    always complete. The host does not wait for the copies.
+    Both copies run on the current stream. The copy to the host therefore finishes before the copy back starts. The host does
+    not wait for the copies.
 
     Args:
         use_pin_memory: Whether to use page-locked memory. Copies to page-locked memory do not block the host.
         min_offload_size: Size in bytes below which a tensor stays on the device.
         device_type: Type of the device whose tensors are offloaded. Tests use ``cpu``.
-        kept: Addresses of storages that stay on the device (those of parameters).
+        kept: Addresses of storages that stay on the device, i.e. the storages of parameters.
 
     Raises:
         ConfigError: ``min_offload_size`` is negative.
@@ -186,7 +189,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         )
 
     def _pack(self, tensor: Tensor) -> Any:
-        # If a tensor is expanded (e.g. one mask for all heads), copy its data only once.
+        # If a tensor is expanded (e.g. one mask for all heads), copy its underlying data only once.
         whole = tensor
         for axis, step in enumerate(tensor.stride()):
             tensor = tensor.narrow(axis, 0, 1) if step == 0 and tensor.shape[axis] > 1 else tensor
@@ -195,8 +198,8 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.offloaded_bytes += tensor.nbytes
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
         host.copy_(tensor, non_blocking=self.pin)
-        # Keep the strides of masks, because attention kernels need them (rows are padded to a multiple of 16). A small view of
-        # a large tensor is restored alone, without the rest of that tensor.
+        # Keep the strides of masks, because attention kernels need rows that are padded to a multiple of 16. A small view of
+        # a large tensor is restored without the rest of that tensor.
         span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         return whole.device, whole.shape, host, tensor.stride() if span < 2 * tensor.numel() else host.stride()
 
@@ -209,7 +212,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks that do nothing. Inside them, an outer `OffloadActivations` has no effect.
+    """Context with saved-tensor hooks that do nothing, which disables an outer `OffloadActivations`.
 
     >>> with NoOpManager():
     ...     y = torch.ones(2, requires_grad=True).exp()
@@ -220,10 +223,10 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
 
 
 def check_offloading(args: PostTrainingConfig) -> None:
-    """Raise an error before the model is loaded if ``activation_offloading`` cannot help.
+    """Raise an error if ``activation_offloading`` is set on a CPU. The check runs before the model is loaded.
 
     Raises:
-        ConfigError: The run is on a CPU, so that activations are in host memory in any case.
+        ConfigError: The run is on a CPU, where activations are always in host memory.
     """
     if args.activation_offloading and args.device.type == "cpu":
         raise ConfigError(
@@ -233,14 +236,17 @@ def check_offloading(args: PostTrainingConfig) -> None:
 
 
 def get_act_offloading_ctx_manager(model: nn.Module, *, enabled: bool = True, **options: Any) -> AbstractContextManager:
-    """Return the context that offloads activations in a training step. If ``enabled`` is False, the context has no effect."""
+    """Return a context in which activations are offloaded to host memory. If ``enabled`` is False, the context has no
+    effect.
+    """
     if not enabled:
         return nullcontext()
     kept = frozenset(local_part(p.detach()).untyped_storage().data_ptr() for p in model.parameters())
     return OffloadActivations(device_type=next(model.parameters()).device.type, kept=kept, **options)
 
 
-# Numbers of `mallopt` parameters in glibc's malloc.h. KEPT contains the values of this library, STANDARD those of glibc.
+# Numbers of `mallopt` parameters in glibc's malloc.h. KEPT contains the values that this library sets. STANDARD contains
+# glibc's defaults.
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4
 KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 * 2**20}  # The value -1 disables trimming (see mallopt(3)).
 STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10}
@@ -249,10 +255,10 @@ STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10}
 class KeepHostMemory(transformers.TrainerCallback):
     """Callback that makes glibc keep freed memory for reuse during training on a CPU.
 
-    Each training step allocates and frees the same gigabytes. By default, glibc returns the memory of every tensor
-    above 32 MB to the kernel, which clears these pages in the next step. For a reward-model step of a 135M model, this
-    took a fifth of the CPU time. Peak memory does not change. With another allocator, another C library or an
-    accelerator, this callback does nothing.
+    Each training step allocates and frees the same gigabytes. By default, glibc returns the memory of every freed tensor
+    above 32 MB to the kernel. In the next step, the kernel has to clear these pages before they are reused. Clearing pages
+    took a fifth of the CPU time of a reward-model step of a 135M model. Peak memory does not change. With another allocator,
+    another C library or an accelerator, this callback does nothing.
     """
 
     _kept = False
@@ -277,16 +283,15 @@ class KeepHostMemory(transformers.TrainerCallback):
 def gradients_first(model: nn.Module, *, passes: int) -> Iterator[None]:
     """Allocate gradients on a CPU before the first of several passes that accumulate gradients.
 
-    Otherwise, gradients are allocated in memory that the first pass frees. The memory is then fragmented, so that the
-    activations of the next pass, although they have the same sizes, need new memory (10 % of the memory of a GRPO
-    step). If a weight gets no gradient from any pass, its ``grad`` is None afterwards, so that the optimizer does not
-    update it.
+    Otherwise, gradients are allocated in memory that the first pass frees. The memory is then fragmented, and the activations
+    of the next pass need new memory although they have the same sizes. In a GRPO step, this new memory was 10 % of the total.
+    If a weight gets no gradient from any pass, its ``grad`` is None afterwards, so that the optimizer does not update it.
 
     Args:
-        model: The model. For a model that is wrapped for parallelism, nothing is done, because the wrapper manages
-            gradient memory. The same applies to weights that FSDP2 sharded in place, whose ``_version`` stays 0 when
-            the gradient changes.
-        passes: Number of forward and backward passes inside the context. For a single pass, nothing is done.
+        model: The model. If the model is wrapped for parallelism, the function does nothing, because the wrapper manages
+            gradient memory. Weights that FSDP2 sharded in place are skipped too, because their ``_version`` stays 0 when the
+            gradient changes.
+        passes: Number of forward and backward passes inside the context. For a single pass, the function does nothing.
     """
     without_gradient = []
     if passes > 1 and unwrapped(model) is model:
@@ -309,15 +314,16 @@ def _glibc() -> Any:
 
 
 def _set(values: dict[int, int]) -> bool:
-    """Set values with `mallopt`. Return whether glibc accepted all of them."""
+    """Set values with `mallopt`. Return whether glibc accepted all values."""
     try:
         library = _glibc()
-    except (OSError, TypeError):  # The C library cannot be loaded in this way, e.g. on Windows.
+    except (OSError, TypeError):  # ctypes cannot load the C library, e.g. on Windows.
         return False
     return library is not None and {library.mallopt(name, value) for name, value in values.items()} == {1}
 
 
-# Files with memory limit, memory usage and statistics of a control group (container), for cgroups version 2 and version 1.
+# Files of a control group (container) with its memory limit, its memory usage and its statistics. The first entry is for
+# cgroups version 2, the second for version 1.
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (
@@ -333,8 +339,8 @@ class Available:
     """Memory that this process can use, in bytes.
 
     Attributes:
-        free: Number of bytes that this process can use. The number includes bytes that this process already uses.
-        total: Number of bytes of the device, or the limit if there is one.
+        free: Number of bytes that this process can use, including the bytes that it already uses.
+        total: Total number of bytes of the device, or of the limit if a lower limit is set.
         where: Name of the device or of the limit, for messages.
     """
 
@@ -344,10 +350,10 @@ class Available:
 
 
 def available_memory(device: torch.device | str, limit: int | None = None) -> Available:
-    """Return the free memory plus the memory that this process already uses. The result is at most ``limit``.
+    """Return the memory that this process can use: free memory plus memory that the process already uses, at most ``limit``.
 
-    On a GPU, the driver reports the free memory. On a CPU, the free memory is the available memory of the machine, or
-    the unused part of the container's memory limit if that is less.
+    On a GPU, the driver reports the free memory. On a CPU, the free memory is the available memory of the machine. If the
+    unused part of the container's memory limit is smaller, the free memory is that part.
 
     Args:
         device: A ``torch.device``, or its type.
@@ -370,7 +376,7 @@ def _of_host() -> Available:
     for limit, use, stat in CGROUPS:
         bound = _read(limit).strip()
         if bound.isdigit() and int(bound) < machine.total:
-            # Inactive file pages count as used memory, but the kernel can free them, so subtract them.
+            # Subtract inactive file pages, which the kernel reports as used memory but can free.
             pages = [line.split() for line in _read(stat).splitlines() if "inactive_file " in line]
             used = int(_read(use).strip() or 0) - (int(pages[0][1]) if pages else 0)
             inside = Available(max(int(bound) - used, 0) + mine, int(bound), "the control group of this process")
@@ -385,14 +391,16 @@ def _read(path: str) -> str:
 
 
 def in_use(device: torch.device | str) -> int:
-    """Return the number of bytes that this process currently uses."""
+    """Return the number of bytes of a device's memory that this process currently uses."""
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 
 def peak_in_use(device: torch.device | str) -> int:
-    """Return the maximum number of bytes that this process has used since `reset_peak`, or since its start."""
+    """Return the peak memory of this process on a device, in bytes, since the last `reset_peak` or since the process
+    started.
+    """
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     for line in _read("/proc/self/status").splitlines():
@@ -403,8 +411,8 @@ def peak_in_use(device: torch.device | str) -> int:
 
 
 def reset_peak(device: torch.device | str) -> bool:
-    """Reset the peak and return True. If the operating system does not support this, return False. The peak then covers
-    the whole process.
+    """Reset the peak memory of this process and return True. If the operating system does not support a reset, return False.
+    `peak_in_use` then covers the whole lifetime of the process.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -418,12 +426,13 @@ def reset_peak(device: torch.device | str) -> bool:
 
 # Dense bf16 operations per second of an H100 SXM, from NVIDIA's data sheet.
 H100_BF16_PEAK = 989.5e12
-# Cost of a forward and backward pass relative to a forward pass. The backward pass costs twice the forward pass.
+# Cost of a forward and backward pass divided by the cost of a forward pass. The backward pass costs twice as much as the
+# forward pass.
 BACKWARD_FACTOR = 3
 
 
 def _number(config: PretrainedConfig, *names: str) -> int:
-    """Return the value of the first of these config fields that is above 0."""
+    """Return the first value above 0 among the config fields ``names``."""
     for name in names:
         value = getattr(config, name, None)
         if value:
@@ -451,13 +460,13 @@ def _text_config(config: PretrainedConfig) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _products(kind: Any, settings: str) -> int:
-    """Return the forward operations per token of all products with weights in the layers.
+    """Return the number of forward operations per token of all products with weights in the model's layers.
 
-    Each weight counts as two operations. Only experts to which a token is routed are counted.
+    Each weight needs two operations, a multiplication and an addition. Only experts to which a token is routed are counted.
 
     Args:
         kind: Class of the config.
-        settings: The config as JSON. The result is cached under this text, because every log line needs it.
+        settings: The config as JSON. The result is cached under this text, because it is needed for every log line.
 
     Raises:
         ModelError: The architecture cannot be built from its config.
@@ -480,33 +489,33 @@ def _products(kind: Any, settings: str) -> int:
 
 
 def _scores(config: PretrainedConfig, seq_len: int) -> int:
-    """Return the forward operations per token of attention scores and of their product with the values."""
+    """Return the number of forward operations per token of attention scores and of their product with the values."""
     heads = _number(config, "num_attention_heads")
     return _number(config, "num_hidden_layers") * 4 * heads * head_size(config) * seq_len
 
 
 def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
-    """Return the training operations per token of a decoder with grouped-query attention.
+    """Return the number of floating-point operations per training token of a decoder with grouped-query attention.
 
     The forward pass, for hidden size H, n query and k key-value heads of size d, MLP size I, vocabulary V and length S, is::
 
         layer = 2H(nd + 2kd) + 2ndH + 4nd S + 6HI       (routed: top_k 6HI + 2H experts, and 6HI of shared experts)
         total = layers + 2VH (embedding) + 2VH (output layer, if not tied)
 
-    Except for the scores, all terms are products with weights, with two operations per weight. The products are counted
-    from the weights of the architecture itself, which is built on the meta device.
+    Except for the attention scores, all terms are products with weights, with two operations per weight. The weights are
+    counted in a model that is built from the config on the meta device.
 
-    Training costs three times the forward pass. Scores are counted over the whole sequence; `adjusted_mfu` subtracts
-    the causal half. The embedding is counted as a product, although it is a lookup. With tied weights, embedding and
-    output layer are counted once together, so that the count is correct. Without tied weights, the count is too
-    high by 2 * vocabulary size * hidden size.
+    Training costs three times the forward pass. Attention scores are counted for all pairs of tokens; `adjusted_mfu`
+    subtracts the half that causal attention does not compute. The embedding is counted as a product, although it is a lookup.
+    With tied weights, embedding and output layer are counted once together, so that the count is correct. Without tied
+    weights, the forward count is too high by 2 * vocabulary size * hidden size.
 
     Args:
         config: A transformers config. For a multimodal model, only the text model is counted.
         seq_len: Sequence length in tokens.
 
     Returns:
-        Floating-point operations of forward and backward for one token.
+        Floating-point operations of the forward and the backward pass for one token.
 
     Raises:
         ConfigError: ``seq_len`` is below 1.
@@ -531,7 +540,7 @@ def compute_mfu(
 
     Args:
         flops_per_token: Result of `compute_flops_per_token`.
-        tokens_per_second: Throughput of all devices together.
+        tokens_per_second: Tokens per second of all devices together.
         world_size: Number of devices.
         peak_flops: Peak operations per second of one device. The default is the dense bf16 peak of an H100.
 
@@ -549,7 +558,7 @@ def compute_mfu(
 
 
 def adjusted_mfu(mfu: float, config: PretrainedConfig, seq_len: int) -> float:
-    """Return the MFU with half of the attention scores counted. Causal attention needs only this half.
+    """Return the MFU that results from counting half of the attention scores. Causal attention computes only this half.
 
     ``mfu * (F - scores / 2) / F`` with F from `compute_flops_per_token`.
 

@@ -1,4 +1,4 @@
-"""Estimates the memory of a run from the configs of its models and the shapes of its batches, without reading weights.
+"""Estimate of a run's memory from the configs of its models and the shapes of its batches, without reading weights.
 
 Weights, gradients and optimizer states are counted from the parameters of the real architecture. The memory of a
 forward and backward pass is traced operation by operation, with fake tensors that have shapes but no data.
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 
 # Memory that the driver and libraries use in one process, in bytes. nvidia-smi shows about this value for an idle process.
 CUDA_CONTEXT = 600 * 2**20
-# Memory that the allocator cannot reuse, as a multiple of the largest tensor. glibc puts small blocks into the space of a large
-# block that was freed, so that the next large block needs new memory. This was measured to take up to three times the largest
-# tensor (benchmarks/estimate.py). CUDA_WASTE is a guess.
+# HOLES: memory that glibc cannot reuse, as a multiple of the largest tensor. glibc puts small blocks into the space of a
+# large block that was freed, so that the next large block needs new memory. In measurements, this memory was up to three
+# times the largest tensor (benchmarks/estimate.py). CUDA_WASTE: fraction of memory that the CUDA allocator cannot reuse,
+# which is a guess.
 HOLES = 3
 CUDA_WASTE = 0.05
 # PER_BYTE: bytes of optimizer states per byte of a trained weight. EIGHT_BIT: bytes of 8-bit optimizer states per weight.
@@ -62,19 +63,19 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Part:
-    """Description of one of the models in a run.
+    """One of the models in a run, e.g. the policy or a reward model.
 
     Attributes:
         role: ``policy``, ``reference``, ``value model`` or ``reward model``.
         config: The transformers config.
         kind: Causal language model or sequence classifier.
         dtype: Dtype of the weights.
-        peft_config: Config of an adapter. With an adapter, only the adapter is trained.
+        peft_config: Config of the model's adapter. If it is set, only the adapter is trained.
         trained: Whether the model is trained, so that it has gradients and optimizer states.
         bits: Bits per quantized weight of linear layers, including scales; see `weight_bits`. None: the weights are not
             quantized.
-        freeze_vision: Value of the option ``freeze_vision``. The option only matters for models with a vision tower.
-        images: Whether the run's rows contain images. Images only matter for models with a vision tower.
+        freeze_vision: Value of the option ``freeze_vision``, which only affects models with a vision tower.
+        images: Whether the run's rows contain images, which only affects models with a vision tower.
     """
 
     role: str
@@ -90,7 +91,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Generating:
-    """One call of a rollout engine that runs in the trainer's process.
+    """Size of one call of a rollout engine that runs in the trainer's process.
 
     Attributes:
         prompts: Number of distinct prompts of the call.
@@ -115,8 +116,8 @@ PREFILL_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Shards:
-    """Number of processes over which weights, gradients and optimizer states are sharded, and number of all processes
-    (``processes``).
+    """Numbers of processes over which weights, gradients and optimizer states are sharded. ``processes`` is the number of all
+    processes of the run.
     """
 
     weights: int = 1
@@ -127,25 +128,25 @@ class Shards:
 
 @dataclass(frozen=True)
 class Workload:
-    """The settings of a run on which the memory of one process depends.
+    """Settings of a run that determine the memory of one process.
 
     Attributes:
         policy: Model that is trained.
-        batches: Forward passes of one micro-batch whose rows have the maximum length.
+        batches: Batches of the forward passes of one micro-batch. Their rows have the maximum length.
         passes: Number of forward and backward passes in one optimizer step.
         critic: Value model that is trained with the policy.
         value_head: Whether the policy has a value head.
         frozen: Reference and reward models. Frozen models are in memory during the whole run.
-        reference: How the reference's pass over the same rows is computed, without gradients. ``copy``: by a separate
-            model. ``adapter``: by the policy without its adapter. Empty: there is no such pass.
+        reference: Model that computes the reference's log-probs of the same rows, without gradients. ``copy``: a separate
+            model. ``adapter``: the policy without its adapter. Empty: there is no reference.
         needs: Names of additional outputs; see `posttrain.models.forward.forward`.
         checkpointing, kept_layers, optimizer, autocast: Values of the options with these names.
-        generating: Largest call of the rollout engine. None: no engine runs in this process.
-        shards: How the models are sharded over processes.
+        generating: Largest call of the rollout engine. None: no engine runs in the trainer's process.
+        shards: Numbers of processes over which the models are sharded.
         device: ``cpu`` or ``cuda``.
-        process: Number of bytes of the Python interpreter and its libraries.
-        pixels: Prepared images of the largest pass, under the argument names of the vision tower. Tensors on ``meta``
-            are enough if the tower does not use their values.
+        process: Number of bytes that the Python interpreter and its libraries use.
+        pixels: Prepared images of the largest pass, by argument name of the vision tower. Tensors on the device ``meta`` are
+            enough if the vision tower does not use their values.
     """
 
     policy: Part
@@ -169,12 +170,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimated memory of one process in bytes.
+    """Estimated memory of one process of a run, in bytes.
 
     Attributes:
         standing: Memory that is in use during the whole run, by component.
         moments: Additional memory in each phase of a training step, by component.
-        trainable, parameters: Numbers of trained weights and of all weights of the policy.
+        trainable, parameters: Number of trained weights and number of all weights of the policy.
     """
 
     standing: Mapping[str, int]
@@ -184,12 +185,12 @@ class MemoryEstimate:
 
     @property
     def fullest(self) -> str:
-        """Name of the phase of a step that needs the most memory."""
+        """Name of the phase of a training step that needs the most memory."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def components(self) -> dict[str, int]:
-        """Memory by component, in the phase that needs the most memory."""
+        """Bytes by component, in the phase of a training step that needs the most memory."""
         return {name: size for name, size in (*self.standing.items(), *self.moments[self.fullest].items()) if size}
 
     @property
@@ -199,7 +200,7 @@ class MemoryEstimate:
 
 
 def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
-    """Return the bytes of an optimizer's states.
+    """Return the number of bytes of an optimizer's states.
 
     Args:
         name: Value of ``optim``.
@@ -212,12 +213,12 @@ def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
     if name.startswith(STATELESS):
         return 0
     if name.startswith(LOW_RANK):
-        # There are two moments in the subspace, and the projection. The estimate assumes that all matrices are square and are
-        # selected by `optim_target_modules`.
+        # The states are two moments in the subspace and the projection. The estimate assumes that all matrices are square
+        # and that `optim_target_modules` selects all of them.
         return sum(size * min(2 * count, int(3 * RANK * count**0.5)) // count for count, size in sizes if count)
     kind = next((key for key in PER_BYTE if key in name), "adamw")
     if "adafactor" in name:
-        # Adafactor stores sums of rows and columns, which are a small fraction of a matrix.
+        # Adafactor stores sums of rows and columns. Their size is a small fraction of the matrix.
         return sum(size // 50 for _, size in sizes)
     if "8bit" in name or "4bit" in name:
         return EIGHT_BIT.get(kind, 2) * sum(count for count, _ in sizes) // (2 if "4bit" in name else 1)
@@ -227,9 +228,10 @@ def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
 def estimate_memory(work: Workload) -> MemoryEstimate:
     """Estimate the peak memory of one process of a run.
 
-    ``standing`` memory contains weights, optimizer states and frozen models. ``moments`` contains the additional memory
-    of each phase: forward and backward (gradients, activations, chunks of logits), the optimizer step, the reference's
-    pass, and generation (keys and values, logits of the running sequences)::
+    ``standing`` contains the memory of weights, optimizer states and frozen models. ``moments`` contains the additional
+    memory of each phase of a step. The phases are forward and backward, the optimizer step, the reference's forward pass, and
+    generation. Forward and backward need gradients, activations and chunks of logits. Generation needs keys and values, and
+    logits of the running sequences::
 
         peak = standing + max(moments)
 
@@ -284,8 +286,8 @@ def _total(peak: Mapping[str, int]) -> int:
 
 
 def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
-    """Return the number of temporary bytes in an optimizer step: for all weights on a GPU, for one weight on a CPU, and
-    0 for a fused optimizer.
+    """Return the number of temporary bytes in an optimizer step. On a GPU, temporary memory is needed for all weights at
+    once, and on a CPU for one weight at a time. A fused optimizer needs no temporary memory.
     """
     if "fused" in work.optimizer or not trained:
         return 0
@@ -294,7 +296,7 @@ def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
 
 
 def _gathered(model: nn.Module) -> int:
-    """Return the bytes of the weights that are gathered at the same time: the weights of two layers, and all weights
+    """Return the number of bytes of weights that are gathered at the same time: the weights of two layers, and all weights
     outside of layers.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -304,7 +306,7 @@ def _gathered(model: nn.Module) -> int:
 
 
 def _unpacked(shadow: Shadow, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest dequantized weight and its transpose. Only one layer's weight is dequantized at a
+    """Return the number of bytes of the largest dequantized weight and its transpose. Only one weight is dequantized at a
     time.
     """
     packed = (p for name, p in shadow.model.named_parameters() if name in shadow.quantised)
@@ -312,8 +314,8 @@ def _unpacked(shadow: Shadow, dtype: torch.dtype) -> int:
 
 
 def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> dict[str, int]:
-    """Return the larger peak of two batches: the batch with the most tokens, and the batch with the most tokens in the
-    loss.
+    """Estimate the memory of the batch with the most tokens and of the batch with the most loss tokens. Return the estimate
+    with the larger peak.
     """
     options = {"training": training, "accumulating": accumulating, "needs": work.needs, "autocast": work.autocast}
     options["pixels"] = work.pixels
@@ -335,15 +337,15 @@ def _text_config(model: nn.Module) -> Any:
     return inner.config.get_text_config()
 
 
-# Types of layers that store no keys and values, in models with recurrent layers.
+# Layer types of models with recurrent layers that store no keys and values.
 WITHOUT_KEYS = ("linear_attention", "conv", "mlp", "moe")
 
 
 def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
-    """Return the bytes of generation: keys and values (``2 L H_kv d bytes`` per token), logits for sampling, and a
-    prefill pass.
+    """Return the number of bytes of generation by component: keys and values (``2 L H_kv d bytes`` per token), logits, and
+    the activations of a prefill pass.
 
-    Recurrent layers store one state per sequence and one per prompt, instead of keys and values.
+    Instead of keys and values, recurrent layers store one state per sequence and one state per prompt.
     """
     config, item = _text_config(shadow.model), shadow.part.dtype.itemsize
     layers, states = layer_configs(config), _state_bytes(shadow)
@@ -353,7 +355,8 @@ def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
     live = min(call.slots, call.sequences)
     room, kept, prefill = call.completion_tokens, live, live * call.prompt_tokens
     if call.shares_prompts:
-        # The native engine allocates 64 suffix positions first, and doubles the number each time they are full.
+        # The native engine first allocates 64 suffix positions per sequence, and doubles their number each time all are
+        # used.
         room = 64 << max(0, (call.completion_tokens - 1) // 64).bit_length()
         kept = min(call.prompts, live)
         prefill = min(PREFILL_TOKENS, call.prompts * call.prompt_tokens) or prefill
@@ -366,8 +369,8 @@ def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
 
 
 def _state_bytes(shadow: Shadow) -> int:
-    """Return the bytes of one sequence's recurrent states in the native engine. The size is measured in a pass over one
-    token.
+    """Return the number of bytes of one sequence's recurrent states in the native engine. The size is measured in a forward
+    pass over one token.
     """
     model: Any = causal_lm(shadow.model)
     states: list[Tensor] = []
@@ -381,12 +384,11 @@ def _state_bytes(shadow: Shadow) -> int:
 
 
 class Shadow:
-    """A model with fake tensors instead of weights. The model has the same head and activation checkpointing as in the
-    trainer.
+    """A model with fake tensors instead of weights, with the output head and the activation checkpointing of the trainer.
 
     Args:
         part: Model to build.
-        critic: Second model that runs in every forward pass (PPO's value model).
+        critic: Second model that runs in every forward pass, e.g. PPO's value model.
         value_head: Whether the model has a value head.
         checkpointing: Whether activations are recomputed in the backward pass.
         kept_layers: See `PostTrainingConfig.kept_layers`.
@@ -418,9 +420,7 @@ class Shadow:
 
     @property
     def quantised(self) -> set[str]:
-        """Names of quantized weights. Quantized weights are the frozen weights of all linear layers except the output
-        layer.
-        """
+        """Names of the weights that are quantized: the frozen weights of all linear layers except the output layer."""
         if self.part.bits is None:
             return set()
         linear = {f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)}
@@ -466,12 +466,12 @@ def _build(part: Part) -> Any:
 def _experts_by_shape(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Compute a mixture-of-experts layer in which all tokens are routed to the first expert.
 
-    The shapes of all tensors are those of a grouped product, but the router's values are not needed.
+    All tensors have the shapes of a grouped matrix product, but the values of the router's outputs are not needed.
 
     Args:
         experts: Module with the weights of all experts.
         hidden: ``(N, H)`` hidden states.
-        index: ``(N, k)`` experts of each token. Only the shape is used.
+        index: ``(N, k)`` indices of the experts of each token. Only the shape is used.
         weights: ``(N, k)`` routing weights.
     """
     first, last = (experts.gate_up_proj if experts.has_gate else experts.up_proj), experts.down_proj
@@ -498,11 +498,11 @@ def _from_meta(model: nn.Module) -> None:
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the bytes of all tensor storages that exist, by kind, and records the peak."""
+    """Counter of the bytes of all existing tensor storages, by kind, that records the peak."""
 
     def __init__(self, model: nn.Module, vocabulary: int) -> None:
         super().__init__()
-        # Kind under which new tensors are counted, unless they are gradients of weights or logits.
+        # Kind of new tensors, unless they are gradients of weights or logits.
         self.kind = "activations"
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
@@ -537,7 +537,7 @@ class _Meter(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count storages inside the context. On exit, stop observing the storages that still exist."""
+        """Count tensor storages inside the context. On exit, stop observing the storages that still exist."""
         try:
             with self:
                 yield
@@ -557,30 +557,31 @@ def trace_pass(
     autocast: torch.dtype | None = None,
     pixels: Mapping[str, Tensor] | None = None,
 ) -> dict[str, int]:
-    """Return the peak memory of one pass over a batch, in addition to weights and earlier gradients.
+    """Return the peak memory of one pass over a batch by kind, without the memory of weights and earlier gradients.
 
     The pass is traced operation by operation, with fake tensors.
 
     Args:
         shadow: Model with fake tensors.
         batch: Packed prefix trees. Only their shapes and masks matter.
-        training: Whether to run forward and backward. If False, only forward is run, without gradients.
-        accumulating: Whether gradients of an earlier pass exist. The memory of existing gradients is not included in
-            the result.
+        training: Whether to run the forward and the backward pass. If False, only the forward pass is run, without
+            gradients.
+        accumulating: Whether gradients of an earlier pass exist. Their memory is not included in the result.
         needs: Additional outputs, see `posttrain.models.forward.forward`.
         autocast: Dtype of autocast. None: the dtype of the weights.
         pixels: Prepared images, see `Workload`.
 
     Returns:
-        Bytes by kind: ``activations`` (tensors saved for the backward pass, and temporary ones), ``logits`` (chunks of logits and
-        their gradients), ``gradients`` (of weights, before they are accumulated), and ``images`` (pixels, features and the
-        tower's activations). ``largest`` is the size of the largest tensor, which is also counted in its kind.
+        Bytes by kind. ``activations`` are tensors saved for the backward pass and temporary tensors. ``logits`` are chunks of
+        logits and their gradients. ``gradients`` are gradients of weights before accumulation. ``images`` are pixels, features
+        and the activations of the vision tower. ``largest`` is the size of the largest tensor, which is included in one of the
+        other kinds too.
     """
     model = shadow.model
     trained = [p for p in model.parameters() if p.requires_grad]
     config = _text_config(model)
     attention = attention_inputs(batch, causal_lm(model), shadow.part.dtype)
-    # Compute these numbers outside of fake mode, in which tensors have no values.
+    # Compute these numbers outside of fake mode, because fake tensors have no values.
     counts = batch.num_loss_tokens, batch.num_sequences, int((batch.sequence >= 0).sum())
 
     def forget(parameter: Tensor) -> None:
@@ -616,7 +617,7 @@ def trace_pass(
 def _sum_of_outputs(
     shadow: Shadow, shape: torch.Size, attention: dict[str, Any], counts: tuple[int, int, int], needs: frozenset[str]
 ) -> Tensor:
-    """Run a pass like `posttrain.models.forward.forward`, with zeros as inputs. Return the sum of its outputs.
+    """Run a forward pass like `posttrain.models.forward.forward`, but with zeros as inputs. Return the sum of its outputs.
 
     Args:
         shadow: Model with fake tensors.

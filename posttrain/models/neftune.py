@@ -1,4 +1,4 @@
-"""NEFTune: noise on the input embeddings during training. `noisy_embeddings` adds it to a model."""
+"""NEFTune: noise on the input embeddings during training. `noisy_embeddings` adds the noise to a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from posttrain.types import Batch, ModelOutputs
 
 @dataclass(slots=True)
 class Noise:
-    """NEFTune: uniform noise of at most ``alpha / sqrt(L d)`` on input embeddings of width d, with L the document's length.
+    """Forward hook that adds NEFTune's uniform noise to input embeddings. With document length L and embedding width d, the
+    noise is at most ``alpha / sqrt(L d)``.
 
     Attributes:
         alpha: Magnitude of the noise.
@@ -51,7 +52,7 @@ class Noise:
 
 @contextmanager
 def noisy_embeddings(model: nn.Module, alpha: float) -> Iterator[Callable[..., ModelOutputs]]:
-    """Add `Noise` to the input embeddings inside the context. Yield the forward function that must be used."""
+    """Add `Noise` to the input embeddings inside the context. Yield the forward function that the caller must use there."""
     noise, inner = Noise(alpha), causal_lm(model)
     handle = inner.get_input_embeddings().register_forward_hook(noise)
     try:
@@ -61,11 +62,11 @@ def noisy_embeddings(model: nn.Module, alpha: float) -> Iterator[Callable[..., M
 
 
 def inverse_lengths(batch: Batch) -> Tensor:
-    """Return 1/L for each token, ``(B, T)``. L is the number of tokens of the document (a prompt with one completion)
-    of the token.
+    """Return ``(B, T)`` values 1/L, where L is the length of the token's document in tokens. A document is a prompt with one
+    completion.
 
-    The value of padding is 0. If a token belongs to several documents, its value is the mean of their 1/L. The variance
-    of its noise is then the mean of their variances.
+    The value of padding is 0. If a token belongs to several documents, its value is the mean of the values 1/L of these
+    documents. The variance of the token's noise is then the mean of the variances that the documents would have separately.
     """
     total, count = torch.zeros(2, *batch.input_ids.shape)
     for index, leaf in enumerate(batch.leaves):

@@ -1,4 +1,6 @@
-"""Functions for runs on several processes (DDP, FSDP, ZeRO): collectives, gathering, sharded checkpoints and shared errors."""
+"""Functions for runs on several processes (DDP, FSDP, ZeRO): collectives, gathered parameters, sharded checkpoints and shared
+errors.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WHOLE = "neither FSDP nor DeepSpeed"
-# Modules that contain the hooks by which parameters are gathered and freed.
+# Names of modules whose hooks gather and free parameters.
 SHARDING = ("torch.distributed.fsdp", "deepspeed.")
 
 
 def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
-    """Return the concatenated lists of all ranks, in rank order, on all ranks. Every rank must call it."""
+    """Concatenate the lists of all ranks in rank order, and return the result on all ranks. Every rank must call the
+    function.
+    """
     if accelerator.num_processes == 1:
         return items
     gathered: list[list[Any]] = [[] for _ in range(accelerator.num_processes)]
@@ -47,8 +51,8 @@ def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
 
 
 def gather_objects(item: object, accelerator: Accelerator) -> list[Any]:
-    """Return the objects of all ranks, in rank order, on the main process. Other ranks get an empty list. Every rank
-    must call it.
+    """Return the objects of all ranks, in rank order, on the main process. Other ranks get an empty list. Every rank must
+    call the function.
     """
     if accelerator.num_processes == 1:
         return [item]
@@ -58,7 +62,7 @@ def gather_objects(item: object, accelerator: Accelerator) -> list[Any]:
 
 
 def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
-    """Return this rank's item of the main process's list. Every rank must call it."""
+    """Scatter the main process's list, and return the item of this rank. Every rank must call the function."""
     if accelerator.num_processes == 1:
         return items[0]
     mine: list[Any] = [None]
@@ -67,9 +71,9 @@ def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
 
 
 def broadcast_object(item: T, accelerator: Accelerator) -> T:
-    """Return the main process's object on all ranks. Every rank must call it.
+    """Return the main process's object on all ranks. Every rank must call the function.
 
-    A gather would send one copy per rank to every rank.
+    With an all-gather, every rank would instead receive one copy per rank.
     """
     if accelerator.num_processes == 1:
         return item
@@ -79,12 +83,12 @@ def broadcast_object(item: T, accelerator: Accelerator) -> T:
 
 
 def exchange_objects(parcels: list[list[Any]], accelerator: Accelerator) -> list[Any]:
-    """Send items to all ranks. Return the items that other ranks have sent to this rank, in rank order. Every rank must
-    call it.
+    """Send a list of items to each rank. Return the items that were sent to this rank, in rank order. Every rank must call
+    the function.
 
     Args:
-        parcels: One list of items per rank. Each list is sent only to its rank, so that memory does not grow with the
-            number of ranks.
+        parcels: One list of items per destination rank. Each list is sent only to that rank, so that memory does not grow
+            with the number of ranks.
         accelerator: Accelerator of the run.
     """
     if accelerator.num_processes == 1:
@@ -100,7 +104,7 @@ def exchange_objects(parcels: list[list[Any]], accelerator: Accelerator) -> list
 
 
 def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]:
-    """Sum each number over ranks, in one collective operation."""
+    """Sum each number of a list over ranks, in one collective operation."""
     if accelerator.num_processes == 1:
         return values
     # MPS does not support float64, so use the CPU.
@@ -111,8 +115,8 @@ def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]
 
 
 def shards_parameters(accelerator: Accelerator) -> bool:
-    """Return whether a forward pass is a collective operation (FSDP, ZeRO-3). All ranks must then run the same number
-    of passes.
+    """Return whether parameters are sharded (FSDP, ZeRO-3), so that a forward pass is a collective operation. All ranks must
+    then run the same number of passes.
     """
     name = str(accelerator.distributed_type)
     if "FSDP" in name:
@@ -130,10 +134,10 @@ def _fsdp_plugin(accelerator: Accelerator) -> Any:
 
 
 def refuse_lost_sharding(accelerator: Accelerator, args: PostTrainingConfig) -> None:
-    """Raise an error if accelerate silently uses DDP instead of FSDP, as it does on a CPU.
+    """Raise an error if FSDP is requested but accelerate silently uses DDP, for example on a CPU.
 
     Raises:
-        ConfigError: The config or the launcher requests FSDP, but each of several processes would hold the whole model.
+        ConfigError: The config or the launcher requests FSDP, but each of the processes would hold the whole model.
     """
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     name = str(accelerator.distributed_type)
@@ -142,7 +146,7 @@ def refuse_lost_sharding(accelerator: Accelerator, args: PostTrainingConfig) -> 
 
 
 def lost_sharding(kind: str, device: str, processes: int) -> ConfigError:
-    """Return the error for a run that requests FSDP, but for which accelerate uses the distributed type ``kind``."""
+    """Create the error for a run that requests FSDP although accelerate uses the distributed type ``kind``."""
     return ConfigError(
         f"FSDP is requested, but accelerate uses {kind} on {device!r}, so each of the {processes} processes would have the whole "
         "model. Fix: use DDP on a CPU (--accelerate_config ddp), or make the GPUs visible to the processes."
@@ -150,10 +154,10 @@ def lost_sharding(kind: str, device: str, processes: int) -> ConfigError:
 
 
 def shard_present_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Set FSDP's default layer classes to those classes that the model contains.
+    """Set FSDP's layer classes to the default classes that the model contains, unless the user has set them.
 
-    By default, accelerate wraps all classes that the model's family lists, and fails if one of them is missing. LLaVA
-    lists CLIP's text layers, although it uses only CLIP's vision tower.
+    By default, accelerate wraps all classes in the model's ``_no_split_modules``, and fails if the model has no module of one
+    class. For example, LLaVA lists CLIP's text layers, although it uses only CLIP's vision tower.
     """
     plugin = _fsdp_plugin(accelerator)
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
@@ -163,20 +167,20 @@ def shard_present_layers(accelerator: Accelerator, model: torch.nn.Module) -> No
 
 
 def is_prepared_late(accelerator: Accelerator) -> bool:
-    """Return whether a model can run only after it was prepared for training, and stores its gradients outside
+    """Return whether a model can run only after ``accelerator.prepare`` and stores its gradients outside of
     ``parameter.grad``.
 
-    This is true for FSDP and for DeepSpeed at any stage.
+    The result is True for FSDP and for DeepSpeed at any stage.
     """
     return any(name in str(accelerator.distributed_type) for name in ("FSDP", "DEEPSPEED"))
 
 
 def equal_passes(count: int, accelerator: Accelerator) -> int:
-    """Return the number of passes that each rank must run: the maximum of ``count`` over ranks if ranks must run passes
-    together, otherwise ``count``.
+    """Return the number of passes that each rank must run. If ranks must run passes together, the result is the maximum of
+    ``count`` over ranks. Otherwise, the result is ``count``.
 
-    With FSDP, ZeRO-3 and sequence parallelism, the forward pass is a collective. With ZeRO-2, the backward pass is a
-    collective, because it reduces gradients in each pass.
+    With FSDP, ZeRO-3 and sequence parallelism, the forward pass is a collective operation. With ZeRO-2, the backward pass is
+    a collective operation, because it reduces gradients in each pass.
     """
     if not is_prepared_late(accelerator) and token_split.active() is None:
         return count
@@ -186,9 +190,9 @@ def equal_passes(count: int, accelerator: Accelerator) -> int:
 
 
 def in_step(items: Sequence[T], accelerator: Accelerator, spare: Callable[[], T]) -> Iterator[tuple[T, bool]]:
-    """Yield pairs of an item and a flag, which is True for the given items. If a pass is a collective operation, then
-    yield further items with the flag False, so that all ranks run equally many passes. The results of these items must
-    not be used.
+    """Yield each item with the flag True. If a pass is a collective operation, then also yield filler items with the flag
+    False until all ranks have yielded the same number of items. The caller must run a pass for filler items, but must not use
+    its result.
 
     Args:
         items: Items of this rank. The list may be empty.
@@ -208,14 +212,16 @@ def is_deepspeed(model: nn.Module) -> bool:
 
 
 def backward(accelerator: Accelerator, loss: torch.Tensor) -> None:
-    """Run the backward pass. DeepSpeed must not divide the loss, because it is already normalized over the optimizer step."""
+    """Run the backward pass. DeepSpeed is configured not to divide the loss, because the loss is already normalized over the
+    optimizer step.
+    """
     deepspeed = "DEEPSPEED" in str(accelerator.distributed_type)
     accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
 
 @contextmanager
 def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
-    """Defer the averaging of gradients, and DeepSpeed's optimizer step, until the last of several backward passes."""
+    """Defer the averaging of gradients and DeepSpeed's optimizer step to the last of several backward passes."""
     if last or not hasattr(model, "no_sync"):
         yield
         return
@@ -236,8 +242,8 @@ def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
 
 @contextmanager
 def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
-    """Yield the model without wrappers and with all parameters gathered, for generation. The forward pass of this model
-    is not a collective.
+    """Yield the model without wrappers and with all parameters gathered, for generation. The forward pass of this model is
+    not a collective operation.
     """
     name = str(accelerator.distributed_type)
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -254,8 +260,8 @@ def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterat
 
 @contextmanager
 def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
-    """Remove the hooks that gather and free parameters inside the context, because ranks run different numbers of
-    passes there.
+    """Remove the hooks that gather and free parameters inside the context, so that ranks can run different numbers of
+    passes.
     """
     removed: list[tuple[Any, list[Any], dict[Any, Any]]] = []
     for module in model.modules():
@@ -275,14 +281,14 @@ def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
 
 
 def gathers_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
-    """Return whether a forward pass of one of these modules is a collective operation. Inside `whole_parameters`, no
-    forward pass is a collective operation.
+    """Return whether a forward pass of any of the modules is a collective operation. Inside `whole_parameters`, the result is
+    False.
     """
     return any(shards(hook) for module in modules for hook in module._forward_pre_hooks.values())
 
 
 def shards(hook: Any) -> bool:
-    """Return whether a hook gathers or frees parameters."""
+    """Return whether a module hook of FSDP or DeepSpeed gathers or frees parameters."""
     return str(getattr(hook, "__module__", "")).startswith(SHARDING)
 
 
@@ -307,12 +313,11 @@ def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
 
     Without this check, transformers would start with a new optimizer, or fail with an unclear error.
 
-    An optimizer that was saved with FSDP can be loaded with and without FSDP. An optimizer that was saved with ZeRO can
-    be loaded on any number of processes, if parameters are sharded in the same way (both with ZeRO-3, or both with a
-    lower stage).
+    An optimizer that was saved with FSDP can be loaded with and without FSDP. An optimizer that was saved with ZeRO can be
+    loaded on any number of processes. However, either both runs must use ZeRO-3, or both runs must use a lower stage.
 
     Raises:
-        CheckpointError: The optimizer is missing, was saved in another way, or lacks a shard.
+        CheckpointError: The optimizer is missing, was saved with incompatible sharding, or lacks a shard.
     """
     files = {
         "ZeRO-3": "global_step*/zero_pp_rank_*_model_states.pt", "ZeRO below 3": "global_step*/*_model_states.pt",
@@ -352,11 +357,11 @@ def zero_shards(folder: Path) -> list[Path]:
 
 @contextmanager
 def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: str | None) -> Iterator[None]:
-    """Allow ZeRO shards to be loaded on another number of processes. The shards are first converted to DeepSpeed's
-    universal checkpoint.
+    """Allow ZeRO shards to be loaded on a different number of processes. The shards are first converted to DeepSpeed's
+    universal checkpoint format.
 
     The main process creates the universal checkpoint next to the shards, and deletes it after loading. If the user has
-    created one, it is used and not deleted.
+    already created a universal checkpoint, that checkpoint is used and not deleted.
 
     Args:
         accelerator: Accelerator of the run.
@@ -365,8 +370,8 @@ def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: st
     """
     shards = zero_shards(Path(folder)) if folder is not None and _deepspeed_plugin(accelerator) is not None else []
     latest, wrote = Path(folder or "", "latest_universal"), 0
-    # Read the shards first. If DeepSpeed failed later on one process only, the other processes would wait forever in a
-    # collective.
+    # Read the shards first. If DeepSpeed failed to read a shard on only one process, the other processes would wait forever
+    # in a collective operation.
     if shards:
         with failing_together(accelerator):
             wrote = _read(shards[accelerator.process_index % len(shards)])["processes"]
@@ -380,7 +385,7 @@ def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: st
     with _loading_universal(accelerator, engine):
         yield
     # Restore the settings of each parameter group. With stage 3, DeepSpeed gives all groups the settings of the first group
-    # (e.g. its weight decay) and one step count.
+    # (e.g. its weight decay) and a single step count.
     optimizer = engine().optimizer.optimizer
     saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
     for group, settings in zip(optimizer.param_groups, saved, strict=True):
@@ -410,12 +415,12 @@ def _loading_universal(accelerator: Accelerator, engine: Callable[[], Any]) -> I
 
 
 def _make_universal(shards: list[Path], wrote: int) -> None:
-    """Run DeepSpeed's ``ds_to_universal``. The file with the folder's name is written last, so that an incomplete
-    folder is never used.
+    """Convert ZeRO shards with DeepSpeed's ``ds_to_universal``. The file with the name of the result's folder is written
+    last, so that an incomplete folder is never used.
     """
     source = shards[0].parent
     universal = source.with_name(f"{source.name}_universal")
-    # The folder is left over from an earlier run that was interrupted, so it is incomplete.
+    # An existing folder is incomplete, because it is left over from an interrupted run.
     shutil.rmtree(universal, ignore_errors=True)
     places = {"input_folder": str(source), "output_folder": str(universal)}
     work = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
@@ -444,10 +449,10 @@ def _make_universal(shards: list[Path], wrote: int) -> None:
 
 
 def _read(shard: Path) -> dict[str, Any]:
-    """Return the number of processes that wrote the shards (``processes``), and the names of the optimizer states
-    (``kept``).
+    """Read from a ZeRO shard the number of processes that wrote the shards (``processes``) and the names of the optimizer
+    states (``kept``).
     """
-    # With mmap=True, only the structure is read, and not the data of the tensors.
+    # With mmap=True, only the structure of the file is read, and not the data of its tensors.
     try:
         saved = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
         count, inner = saved["partition_count"], saved.get("base_optimizer_state") or saved["optimizer_state_dict"]
@@ -461,9 +466,10 @@ def _read(shard: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) -> Iterator[bool]:
-    """Load an FSDP checkpoint in the format of its files (full or sharded), even in a process without FSDP.
+    """Configure accelerate to load an FSDP checkpoint in the format of its files (full or sharded), even in a process without
+    FSDP.
 
-    Yields: True if the checkpoint must be loaded as an FSDP checkpoint. For other checkpoints, ``shards`` is yielded.
+    Yields: True if the folder contains an FSDP checkpoint, otherwise ``shards``.
     """
     saved = sorted(Path(folder).glob("pytorch_model_fsdp*")) if folder is not None else []
     if not saved:
@@ -490,7 +496,9 @@ def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) 
 
 @contextmanager
 def saved_whole(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
-    """Make FSDP save the full model if ``wanted``. If FSDP saved shards, transformers would not save the model."""
+    """Make FSDP save the full model inside the context if ``wanted`` is True. If FSDP saved shards, transformers would not
+    save the model.
+    """
     plugin = _fsdp_plugin(accelerator)
     if plugin is None or not wanted:
         yield
@@ -509,8 +517,8 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 @contextmanager
 def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Gather several parameters inside the context. With ZeRO-3, this is a collective operation. Otherwise, it has no
-    effect.
+    """Gather parameters that ZeRO-3 has partitioned, inside the context. Gathering is a collective operation. Without ZeRO-3,
+    the context has no effect.
     """
     sharded = [p for p in parameters if is_partitioned(p)]
     if not sharded:
@@ -522,11 +530,11 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the local shard of each frozen parameter. If a parameter is not sharded, the whole parameter
-    is yielded.
+    """Yield the name of each frozen parameter and its local shard. If a parameter is not sharded, the whole parameter is
+    yielded.
     """
     for module in model.modules():
-        # After a forward pass without a backward pass, FSDP2 leaves some parameters gathered. Shard them again.
+        # After a forward pass without a backward pass, FSDP2 leaves some parameters gathered. Reshard these parameters.
         if isinstance(module, FSDPModule):
             module.reshard()
     for name, parameter in model.named_parameters():
@@ -541,12 +549,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
-    """Return the full tensor. If FSDP2 has sharded it, this is a collective operation, and every rank must call it."""
+    """Return the full tensor. For a tensor that FSDP2 has sharded, this is a collective operation, and every rank must call
+    the function.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def flattens_parameters(model: torch.nn.Module) -> bool:
-    """Return whether the parameters of a module are flattened into one tensor (FSDP1), which hides their names."""
+    """Return whether FSDP1 has flattened the parameters of a module into one tensor, which hides their names."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
@@ -554,7 +564,7 @@ def flattens_parameters(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def summoned(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the full parameters, under their names, inside the context if FSDP1 has flattened them."""
+    """Restore the full parameters of FSDP1 under their names inside the context. Without FSDP1, the context has no effect."""
     if not flattens_parameters(model):
         yield
         return
@@ -569,8 +579,8 @@ def main_process_first() -> Iterator[None]:
     """Run the block on the main process first (e.g. to fill a cache), then on one process per node, then on all other
     processes.
 
-    If one process fails, all processes raise an error (`failing_together`). Otherwise, they would wait forever in the
-    next collective.
+    If one process fails, all processes raise an error (`failing_together`). Otherwise, the other processes would wait forever
+    in the next collective operation.
     """
     from accelerate import PartialState
 
@@ -589,8 +599,8 @@ def main_process_first() -> Iterator[None]:
 
 @contextmanager
 def failing_together(accelerator: Accelerator | PartialState) -> Iterator[None]:
-    """Raise an exception of one process on all processes, with the index of that process. All processes must enter the
-    context.
+    """Raise an exception of one process on all processes, with the index of the process in the message. All processes must
+    enter the context.
 
     Args:
         accelerator: Accelerator of the run, or its `PartialState` before an accelerator exists.
@@ -619,7 +629,7 @@ def failing_together(accelerator: Accelerator | PartialState) -> Iterator[None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error. If the error cannot be pickled, return a `PosttrainError` with the same message."""
+    """Return an error that can be pickled: the error itself, or a `PosttrainError` with the same message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -634,9 +644,9 @@ def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
 
 
 def bf16_is_faster(*, on_cpu: bool = False) -> bool:
-    """Return whether bf16 is faster than fp32: on a GPU with native bf16, or a CPU with AMX or AVX512-BF16.
+    """Return whether bf16 is faster than fp32, i.e. on a GPU with native bf16 and on a CPU with AMX or AVX512-BF16.
 
-    On a CPU with only AVX2, a matrix product in bf16 was measured to take three times as long as in fp32.
+    On a CPU with only AVX2, a matrix product in bf16 took three times as long as in fp32.
 
     Args:
         on_cpu: Whether the run uses the CPU even if a GPU is available.

@@ -1,4 +1,6 @@
-"""Probes that run a model on small packed prefix trees, and compare log-probs and gradients with separate sequences."""
+"""Probes that run a model on small packed prefix trees. The log-probs and gradients are compared with those of separate
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ from posttrain.models.attention import (
 logger = logging.getLogger(__name__)
 
 
-# Tolerance as a fraction of the standard deviation of the reference values. In half precision, it is 0.1.
+# Maximum difference of outputs, as a fraction of the standard deviation of the reference values. In half precision, the
+# tolerance is 0.1.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 
 
@@ -69,24 +72,26 @@ ROUNDING = 8 * torch.finfo(torch.float32).eps
 TF32_EPS = 2.0**-10  # Relative precision of TF32, whose mantissa has 10 bits.
 
 
-# ROUNDED: number of repetitions, each with different rounding errors. FEW: maximum share of values that may differ because of
-# rounding.
+# ROUNDED: number of times that a comparison is repeated, each time with different rounding errors. FEW: maximum share of
+# values that may differ because of rounding.
 ROUNDED, FEW = 16, 0.25
 
 
-# Size in tokens to which attention windows are reduced. All sequences of a probe are longer than this.
+# Size in tokens to which a probe reduces attention windows. All sequences of a probe are longer than this size.
 NARROW = 4
 
 
-SHORT = 7  # Length of a probe prompt in tokens, unless an attention window needs a longer one.
+SHORT = 7  # Length of a probe prompt in tokens, unless a window needs a longer prompt.
 
 
-# Maximum length of a probe prompt in tokens. It must be larger than attention windows that cannot be reduced.
+# Maximum length of a probe prompt in tokens, which must be larger than attention windows that cannot be reduced.
 LONGEST = 1024
 
 
 def probe_key(model: Module) -> str:
-    """Return the cache key of a probe's result: class, config, attention backend, dtype, device type and adapters."""
+    """Return the cache key of a probe's result, from the model's class, config, attention backend, dtype, device type and
+    adapters.
+    """
     inner: Any = causal_lm(model)
     adapters = {name: str(one) for name, one in adapters_of(model).items()}
     text = inner.config.get_text_config()
@@ -98,8 +103,8 @@ def probe_key(model: Module) -> str:
 
 
 def disagreement(values: Tensor, truth: Tensor, share: float) -> str:
-    """Describe the difference between ``values`` and ``truth``. Return "" if it is at most ``share`` times the standard
-    deviation of ``truth``.
+    """Describe the difference between ``values`` and ``truth``. Return "" if the difference is at most ``share`` times the
+    standard deviation of ``truth``.
 
     The tolerance is relative to the standard deviation, because a model with tiny logits has almost the same log-probs even if
     attention is wrong.
@@ -114,10 +119,12 @@ def _allowed(truth: Tensor, share: float) -> float:
 
 
 def steady_disagreement(model: Module, values: Tensor, compute: Callable[[], Tensor], share: float) -> str:
-    """Return `disagreement` of ``values`` and ``compute()``, but ignore a few values that differ only because of rounding.
+    """Describe the difference between ``values`` and ``compute()`` (see `disagreement`). Ignore a few values that differ only
+    because of rounding.
 
-    Rounding can change the expert that a router chooses. In half precision, this changes single log-probs of correct
-    mixture-of-experts models a lot. If few values differ, ``compute`` is therefore repeated with different rounding errors.
+    Rounding can change the expert that a router chooses. In half precision, a different expert can change single log-probs a
+    lot, even if the mixture-of-experts model is correct. If few values differ, ``compute`` is therefore repeated with
+    different rounding errors.
     """
     truth = compute()
     if not (fault := disagreement(values, truth, share)):
@@ -135,7 +142,9 @@ def steady_disagreement(model: Module, values: Tensor, compute: Callable[[], Ten
 
 @contextmanager
 def rounded_otherwise(model: Module) -> Iterator[None]:
-    """Change outputs of a model's modules inside the block by an amount that rounding in their dtype (or TF32) would cause."""
+    """Add small errors to the outputs of a model's modules inside the context. The errors have the size of rounding errors in
+    the modules' dtype (or TF32).
+    """
     generators, tf32 = dict[torch.device, torch.Generator](), rounds_to_tf32()
 
     def change(module: Module, inputs: Any, output: Any) -> Any:
@@ -156,14 +165,16 @@ def rounded_otherwise(model: Module) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]:
-    """Return the cases of a probe: the length of its longest prompt in tokens, and a context in which it runs.
+    """Return the cases of a probe. Each case consists of the length of its longest prompt in tokens and a context in which
+    the model runs.
 
     The first case is the unchanged model. The second case reduces the model's attention windows to `NARROW` inside the context,
     because they are longer than the sequences of a probe. A window that cannot be reduced is tested with a longer prompt.
 
     Raises:
-        ModelError: A window that cannot be reduced is longer than `LONGEST`, or layers mix tokens in another way than by
-            attention. The config shows such layers, whereas a probe with the current weights might not detect them.
+        ModelError: A window that cannot be reduced is longer than `LONGEST`, or unsupported layers mix tokens without
+            attention. Unsupported layers are detected in the config, because a probe with the current weights might not
+            detect them.
     """
     cases: list[tuple[int, AbstractContextManager[None]]] = [(SHORT, nullcontext())]
     inner: Any = causal_lm(model)
@@ -190,7 +201,9 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
 
 @contextmanager
 def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
-    """Set these window sizes to `NARROW` in all configs and layers of the model inside the block."""
+    """Set the sizes of the attention windows in ``windows`` to `NARROW` in all configs and layers of the model inside the
+    context.
+    """
     configs = [config_of(module) for module in model.modules()]
     configs += [one.get_text_config() for one in configs if isinstance(one, PretrainedConfig)]
     holders = {id(one): one for one in (*model.modules(), *configs) if one is not None}.values()
@@ -206,25 +219,27 @@ def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_layout(model: Module, autocast: torch.dtype | None = None, device: torch.device | None = None) -> Layout:
-    """Return the first of three layouts with which packed prefix trees give the same results as separate sequences.
+    """Return the fastest layout with which packed prefix trees give the same log-probs and gradients as separate sequences.
 
-    The layouts are tree attention (`posttrain.models.tree_attention`), a dense mask, and padded rows with one sequence each. If
-    a layout is rejected, a warning is logged with the reason.
+    Three layouts are tried in this order: tree attention (`posttrain.models.tree_attention`), a dense mask, and padded rows
+    with one sequence each. If a layout is rejected, a warning is logged with the reason.
 
     The probe runs once per config, attention backend, dtype and adapter. The probe's rows are a prompt with three
-    completions, a second tree, and a prefix tree of two turns. In all `probe_cases`, the results are compared with
-    those of separate sequences from the model's own forward method and output head. The tolerance of log-probs is 1e-4
-    of their standard deviation in float32 (0.1 in half precision). The tolerance of gradients is 3e-4 of the largest
-    gradient (0.3 in half precision). Mamba-1 and some custom models fail and are trained on padded rows. Recurrent
-    layers pass if their functions support prefix trees (`posttrain.models.recurrent`).
+    completions, a second tree, and a prefix tree of two turns. The log-probs and gradients of all `probe_cases` are compared
+    with those of separate sequences. The model's own forward method and output head compute the separate sequences. The
+    tolerance of log-probs is 1e-4 of their standard deviation in float32 (0.1 in half precision). The tolerance of gradients
+    is 3e-4 of the largest gradient (0.3 in half precision). Mamba-1 and some custom models fail the probe and are trained on
+    padded rows. Models with recurrent layers pass the probe if the functions of these layers support prefix trees
+    (`posttrain.models.recurrent`).
 
-    Longrope frequencies depend on the longest sequence of a pass. The probe does not test longer sequences,
-    because the lengths at which frequencies change are known (`rope_limits`) and the layout separates longer sequences.
+    The frequencies of longrope depend on the longest sequence of a pass. The probe does not test long sequences.
+    `rope_limits` contains the lengths at which frequencies change, and the layout puts longer sequences into separate passes.
 
     Args:
         model: Model that is ready to run.
-        autocast: Dtype of products if it differs from the weights' dtype. Ignored on a CPU.
-        device: Device of training, whose kernels are tested. None means the current device. (FSDP moves the model later.)
+        autocast: Dtype of matrix products under autocast. None: the dtype of the weights. Ignored on a CPU.
+        device: Training device, whose kernels are tested. FSDP moves the model to this device after the probe. None: the
+            model's current device.
     """
     device = device or next(model.parameters()).device
     autocast = None if device.type == "cpu" else autocast
@@ -269,8 +284,8 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
             f"{type(causal_lm(model)).__name__} gives different results for rows with images and for the processor's own "
             f"tensors, even with one sequence per row ({fault}). Fix: use a model of another family, or rows without images."
         )
-    # A model that passed the comparison for tree attention has finite outputs, and its tokens do not attend to later
-    # tokens.
+    # Skip this check after a successful probe of tree attention. The probe has shown that outputs are finite and that tokens
+    # do not attend to later tokens.
     if layout.kind != "tree" or layout.dense_mask:
         _refuse_wrong_outputs(model)
     PROBED[key] = layout
@@ -283,7 +298,7 @@ def weights_not_finite(model: Module) -> list[str]:
 
 
 def _zero_norms(model: Module) -> dict[str, list[int]]:
-    """Return the layers with DoRA in which rows of the weight have the norm 0, each with the indices of these rows."""
+    """Return the DoRA layers whose weights have rows with norm 0. Each layer name maps to the indices of these rows."""
     norms = [(n, p) for n, p in causal_lm(model).named_parameters() if ".lora_magnitude_vector." in n]
     zero = {
         n.partition(".lora_magnitude_vector.")[0]: (p.detach().flatten() == 0).nonzero().flatten().tolist()
@@ -293,11 +308,13 @@ def _zero_norms(model: Module) -> dict[str, list[int]]:
 
 
 def _refuse_wrong_outputs(model: Module) -> None:
-    """Raise an error if outputs are not finite, or if the log-probs of a text depend on its last token."""
+    """Raise an error if a model's outputs are not finite, or if the log-probs of earlier tokens of a text depend on its last
+    token.
+    """
     inner: Any = causal_lm(model)
     text, *ends = random_prompts(inner.config.get_text_config().vocab_size, (SHORT, 1, 1))
     mask = [0, *[1] * (len(text) - 1), 0]
-    with evaluating(model):  # Dropout would make the two results differ.
+    with evaluating(model):  # With dropout, the two results would differ.
         one, other = (_truth(model, [Row([], [[*text, *end]], [mask])]) for end in ends)
     if not one.isfinite().all():
         odd = weights_not_finite(model)
@@ -330,7 +347,7 @@ def _refuse_wrong_outputs(model: Module) -> None:
 
 
 def _fault(model: Module, layout: Layout, device: torch.device, autocast: torch.dtype | None = None) -> str:
-    """Return why a model cannot use this layout, or "". Any exception counts as a reason."""
+    """Return the reason why a model cannot use a layout, or "" if it can. The message of any exception is a reason too."""
     here = next(model.parameters()).device.type
     computed = nullcontext() if autocast is None or here == "cpu" else torch.autocast(here, dtype=autocast)
     try:
@@ -344,7 +361,9 @@ def _fault(model: Module, layout: Layout, device: torch.device, autocast: torch.
 
 
 def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | None) -> str:
-    """Return why the gradients of the device's attention kernels are wrong for this model's heads, or ""."""
+    """Return a message if the device's attention kernels compute wrong outputs or gradients for the model's heads, otherwise
+    "".
+    """
     text, weight = causal_lm(model).config.get_text_config(), next(model.parameters())
     heads = query_heads(text)
     if not heads:
@@ -356,17 +375,18 @@ def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | N
 
 
 def _forest_fault(model: Module, layout: Layout) -> str:
-    """Return why packed prefix trees give different results from separate sequences, or ""."""
+    """Return a message if packed prefix trees give different log-probs or gradients than separate sequences, otherwise ""."""
     config: Any = model.config
     vocabulary, share = config.get_text_config().vocab_size, tolerance_of(model)
     encoder = picture_encoder(model)
-    # Skip prompts without images if the model has bidirectional prompts, because such a prompt always contains an image.
+    # Skip prompts without images if the model has bidirectional prompts, because bidirectional prompts always contain an
+    # image.
     always = encoder is not None and encoder.always
     for prompt, context in () if always else probe_cases(model):
         rows = _probe_rows(vocabulary, prompt)
         wide = replace(layout, row_tokens=512 + prompt, pass_tokens=0, max_tree_tokens=4 * LONGEST)
-        # Run long prompts without gradients, because a graph for them would store all logits. The functions that are called are
-        # the same.
+        # Run long prompts without gradients, because the autograd graph would store all logits. The same functions are
+        # called with and without gradients.
         with context, torch.set_grad_enabled(prompt == SHORT):
             values, truth = packed_logps(model, rows, wide), _truth(model, rows)
             if disagreement(values.detach(), truth.detach(), share):
@@ -389,15 +409,16 @@ def _layout_fault(model: Module, rows: Sequence[Row], layout: Layout) -> str:
 
 @torch.no_grad()
 def _gradient_fault(model: Module, values: Tensor, truth: Tensor, share: float) -> str:
-    """Return a message if gradients of packed log-probs differ from those of separate sequences, or "".
+    """Return a message if gradients of packed log-probs differ from gradients of separate sequences, otherwise "".
 
-    The loss is a random sum over completions, so gradients reach the prompt through the states and keys that completions use. For
-    each kind of parameter, only one layer is compared, because the gradient of a layer depends on all layers above it.
+    The loss is a random weighted sum of the log-probs of completion tokens, so gradients reach the prompt through the states
+    and keys that completions use. For each kind of parameter, only the first layer is compared, because its gradient depends
+    on all layers above it.
 
     Args:
         model: The model.
-        values: Log-probs of packed rows, with their graph.
-        truth: Log-probs of separate sequences, with their graph.
+        values: Log-probs of packed rows, with their autograd graph.
+        truth: Log-probs of separate sequences, with their autograd graph.
         share: Tolerance of log-probs. The tolerance of gradients is three times this fraction of the largest gradient.
     """
     named = [(re.sub(r"\d+", "", name), p) for name, p in model.named_parameters() if p.requires_grad]
@@ -411,14 +432,16 @@ def _gradient_fault(model: Module, values: Tensor, truth: Tensor, share: float) 
     )
     most = float(torch.stack([gradient.abs().max() for gradient in exact]).max())
     gap = float(torch.stack([(a - b).abs().max() for a, b in zip(mine, exact, strict=True)]).max())
-    # Allow three times the usual tolerance, because rounding errors of the forward and the backward pass add up. In bf16 models
-    # with random weights, they were up to 0.04.
+    # Allow three times the usual tolerance, because rounding errors of the forward and the backward pass add up. In bf16
+    # models with random weights, gradients differed by up to 0.04 of the largest gradient.
     allowed = 3 * share * most
     return "" if gap <= allowed else f"gradients differ by {gap:.2g}, allowed {allowed:.2g}"
 
 
 def tolerance_of(model: Module) -> float:
-    """Return the tolerance as a fraction of the standard deviation of the reference values."""
+    """Return the maximum difference of a model's log-probs from the reference, as a fraction of the reference's standard
+    deviation.
+    """
     if torch.is_autocast_enabled(next(model.parameters()).device.type):
         return 0.1
     return TOLERANCE.get(coarsest_dtype(model), 0.1)
@@ -426,8 +449,7 @@ def tolerance_of(model: Module) -> float:
 
 @torch.no_grad()
 def probe_head(model: Module) -> None:
-    """Make a model use its own logits if the log-probs of the chunked head differ from those of the model's own forward
-    method.
+    """Set ``own_logits`` if the log-probs of the chunked head differ from log-probs from the model's own forward method.
 
     The comparison uses one padded sequence, so that only the head can cause a difference. Classifiers are skipped.
     """
@@ -458,7 +480,7 @@ def probe_head(model: Module) -> None:
 
 
 def packed_logps(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
-    """Return log-probs of all completions in packed rows, in the order of the rows, or a classifier's scores."""
+    """Run packed rows. Return the log-probs of all completions in the order of the rows, or a classifier's scores."""
     from posttrain.data.forest import split_by_sequence
     from posttrain.models.forward import forward
 
@@ -474,7 +496,7 @@ def packed_logps(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
 
 
 def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
-    """Return log-probs or scores of separate sequences from the unmodified model."""
+    """Return the log-probs or scores that the unmodified model computes for separate sequences."""
     from posttrain.models.forward import alone_logps, sequence_scores
 
     if score_layer(causal_lm(model)) is not None:
@@ -483,14 +505,14 @@ def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
 
 
 def has_logp(rows: Sequence[Row]) -> Tensor:
-    """Return a mask of completion tokens with a log-prob. The zeros at other tokens would increase the standard
-    deviation.
+    """Return a mask of the completion tokens in the loss. The log-probs of other tokens are zeros, which would increase the
+    standard deviation.
     """
     return torch.tensor([bool(m) for row in rows for mask in row.loss_masks for m in mask])
 
 
 def random_prompts(vocabulary: int, sizes: Sequence[int]) -> list[list[int]]:
-    """Return random sequences of these lengths. Each call returns the same sequences."""
+    """Return random token sequences of the lengths ``sizes``. Calls with equal arguments return equal sequences."""
     generator = torch.Generator().manual_seed(0)
     # Use only the first half of the vocabulary, because image placeholders have high ids and would require images.
     return [torch.randint(0, vocabulary // 2, (n,), generator=generator).tolist() for n in sizes]
@@ -498,6 +520,6 @@ def random_prompts(vocabulary: int, sizes: Sequence[int]) -> list[list[int]]:
 
 def _probe_rows(vocabulary: int, prompt: int = SHORT) -> list[Row]:
     *group, shared, alone = random_prompts(vocabulary, (5, 3, 4, prompt, 6))
-    # This row is the second turn of an episode. It starts with the first turn and has two answers.
+    # ``turn`` is the second turn of an episode. The row starts with the first turn and has two answers.
     turn = Row([*shared, *group[0], *alone[:2]], [alone[2:], alone[3:]], [[1] * 4, [1] * 3])
     return [Row(shared, group, [[1] * len(c) for c in group]), Row([], [alone], [[0] + [1] * 5]), turn]

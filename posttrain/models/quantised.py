@@ -1,6 +1,6 @@
-"""Adapters on quantized weights (QLoRA): checks before loading, and preparation of the model for training.
+"""Adapters on quantized weights (QLoRA): checks before the model is loaded, and preparation of the model for training.
 
-bitsandbytes packs weights into 4 or 8 bits. Packed weights cannot be changed, so that only an adapter can be trained.
+bitsandbytes packs weights into 4 or 8 bits. Packed weights cannot be updated, so only an adapter can be trained.
 
 Reference: QLoRA, arXiv:2305.14314.
 """
@@ -30,16 +30,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Bits of memory per quantized weight, including its scales. Weights with 4 bits have one float32 scale per 64 weights. With
-# double quantization, this scale has 8 bits, and 256 of these scales share one float32 scale. Weights with 8 bits have one
-# scale per row, which is not counted.
+# double quantization, each of these scales has 8 bits, and 256 scales share one float32 scale. Weights with 8 bits have one
+# scale per row, which is neglected.
 SCALES = {(4, False): 4 + 32 / 64, (4, True): 4 + 8 / 64 + 32 / (64 * 256), (8, False): 8.0, (8, True): 8.0}
-# Parameters that are not cast. Rounding would lose small updates of DoRA's magnitudes, and heads receive inputs in their own
-# dtype.
+# Parameters that `prepare_adapter` does not cast. Rounding would lose small updates of DoRA's magnitudes. Heads receive
+# inputs in the dtype of their weights.
 KEPT = ("lora_magnitude_vector", "modules_to_save", "trainable_tokens")
 
 
 def bits_of(model: nn.Module) -> int | None:
-    """Return 4 or 8 if bitsandbytes has quantized the model's weights. Return None for other models, and for a model's name."""
+    """Return the number of bits, 4 or 8, to which bitsandbytes has quantized a model's weights. Return None for other models
+    and for a model's name.
+    """
     for name, bits in (("is_loaded_in_4bit", 4), ("is_loaded_in_8bit", 8)):
         if getattr(model, name, False) is True:
             return bits
@@ -60,7 +62,7 @@ def _setting(settings: object, name: str) -> Any:
 
 
 def weight_bits(settings: Any) -> float | None:
-    """Return the number of bits of memory per quantized weight, including its scales. Return None without quantization.
+    """Return the number of bits of memory per quantized weight, including scales. Return None without quantization.
 
     >>> weight_bits({"load_in_4bit": True}), weight_bits({"load_in_4bit": True, "bnb_4bit_use_double_quant": True})
     (4.5, 4.126953125)
@@ -74,17 +76,18 @@ def weight_bits(settings: Any) -> float | None:
 def check_quantised(
     model: str | nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None, quantization_config: Any
 ) -> None:
-    """Raise an error if weights are quantized but cannot be trained in this run. This check runs before any weight is
+    """Raise an error if the model's weights are quantized and the run cannot train it. This check runs before any weight is
     read.
 
     Args:
         model: Argument ``model`` of the trainer, a name or an object.
         args: The trainer's config.
         peft_config: Config of an adapter, or None.
-        quantization_config: Argument of the trainer, or None. The config can also be in ``model_init_kwargs``.
+        quantization_config: Argument ``quantization_config`` of the trainer. None: the config in ``model_init_kwargs`` is
+            used.
 
     Raises:
-        ConfigError: There is no adapter to train, or the run shards parameters (FSDP, ZeRO-3).
+        ConfigError: The model has no adapter to train, or the run shards parameters (FSDP, ZeRO-3).
         MissingDependencyError: bitsandbytes is not installed.
     """
     init = args.model_init_kwargs or {}
@@ -112,10 +115,10 @@ def check_quantised(
 
 
 def _packed_already(model: str, revision: str | None) -> Any:
-    """Return the ``quantization_config`` of a checkpoint that is already quantized. Return None for other or unreadable
-    checkpoints.
+    """Return the ``quantization_config`` of a quantized checkpoint. Return None for checkpoints that are not quantized or
+    cannot be read.
     """
-    # Ignore errors of a wrong model name here. Loading the model raises an error with a clearer message later.
+    # Ignore errors that a wrong model name causes. Loading the model raises an error with a clearer message later.
     with contextlib.suppress(OSError, ValueError):
         return PretrainedConfig.get_config_dict(model, revision=revision)[0].get("quantization_config")
     return None
@@ -133,7 +136,7 @@ def is_packed(weight: Any) -> bool:
 
 
 def dequantized_weight(layer: nn.Module) -> torch.Tensor:
-    """Return the weight of a layer. If it is quantized, it is dequantized: 4-bit weights of bitsandbytes to the dtype in which
+    """Return the weight of a layer, dequantized if necessary. bitsandbytes dequantizes 4-bit weights to the dtype in which
     the model was loaded, and 8-bit weights to float32.
     """
     from peft.utils.integrations import dequantize_bnb_weight, dequantize_module_weight
@@ -147,7 +150,7 @@ def dequantized_weight(layer: nn.Module) -> torch.Tensor:
 
 @contextlib.contextmanager
 def unrounded_inputs(model: nn.Module) -> Iterator[None]:
-    """Compute 8-bit layers with dequantized weights inside the context.
+    """Make 8-bit layers compute with dequantized weights and unrounded inputs inside the context.
 
     Outside the context, bitsandbytes also quantizes the inputs of these layers to 8 bits (LLM.int8). With SmolLM2-135M, this
     changes the log-probs of random tokens by 0.27 nats on average.
@@ -163,14 +166,14 @@ def unrounded_inputs(model: nn.Module) -> Iterator[None]:
 
 
 def _dequantized_product(layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """Forward hook that replaces the output of an 8-bit layer."""
+    """Replace the output of an 8-bit layer by a product with its dequantized weight, as a forward hook."""
     bias = None if layer.bias is None else layer.bias.to(output.dtype)
     return nn.functional.linear(inputs[0].to(output.dtype), dequantized_weight(layer).to(output.dtype), bias)
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of products with quantized weights. For 4-bit weights, it is the dtype in their config,
-    otherwise bfloat16.
+    """Return the dtype of matrix products with quantized weights. For 4-bit weights, the dtype is read from the quantization
+    config. Otherwise, the dtype is bfloat16.
     """
     settings = packing_of(config_of(model))
     named = getattr(settings, "bnb_4bit_compute_dtype", None) if bits_of(model) == 4 else None
@@ -178,11 +181,11 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 
 
 def prepare_adapter(model: nn.Module) -> None:
-    """Cast the trained adapter weights of a quantized model to the dtype of its products. Log one line about the model.
+    """Cast the trained adapter weights of a quantized model to the dtype of its matrix products, and log the dtypes.
 
-    The other steps of ``prepare_model_for_kbit_training`` are not needed. peft has frozen the base model, and
-    `posttrain.models.load.wrap_with_peft` has enabled gradients through recomputed layers. Norms and embeddings keep
-    their dtype, because adapters train equally well with 16-bit norms, which need less memory.
+    The other steps of peft's ``prepare_model_for_kbit_training`` are not needed. peft has already frozen the base model, and
+    `posttrain.models.load.wrap_with_peft` has enabled gradients through checkpointed layers. Norms and embeddings keep their
+    dtype, because adapters train equally well with 16-bit norms, and 16-bit norms need less memory.
     """
     bits = bits_of(model)
     if bits is None:

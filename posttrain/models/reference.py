@@ -31,13 +31,13 @@ REF_ADAPTER = "ref"
 LAYERS = ("transformer.h.{layer}", "model.decoder.layers.{layer}", "gpt_neox.layers.{layer}", "model.layers.{layer}")
 
 
-# LoRA initializations that do not change base weights. Other initializations (e.g. PiSSA) move a part of the base weights into
-# the adapter.
+# LoRA initializations that do not change base weights. Other initializations, e.g. PiSSA, move a part of the base weights
+# into the adapter.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 
 
 def moves_base(config: Any) -> bool:
-    """Return whether creating an adapter with this peft config changes weights of the base model."""
+    """Return whether creating an adapter with a peft config changes weights of the base model."""
     return getattr(config, "init_lora_weights", True) not in PLAIN_STARTS
 
 
@@ -50,7 +50,7 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     """Activate the adapter ``name`` inside the context. On exit, the previous adapter is restored, even after an
     exception.
 
-    With ``name=None`` all adapters are disabled.
+    With ``name=None``, all adapters are disabled inside the context.
     """
     if not _is_peft(model):
         raise ModelError(f"use_adapter needs a peft model, not {type(model).__name__}.")
@@ -98,7 +98,7 @@ def disable_dropout_in_model(model: nn.Module) -> None:
 
 
 def _adapter_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that peft has added: layers with an adapter, without their base layers, and prompt encoders."""
+    """Return the modules that peft has added to a model: adapter layers without their base layers, and prompt encoders."""
     if not adapters_of(model):
         return set()
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -121,15 +121,15 @@ def create_reference_model(
 
     Args:
         model: The policy.
-        num_shared_layers: Number of layers, from the first, that are shared instead of copied. The embeddings are then
-            shared too. Shared parameters are the same tensors in both models, so they are frozen in ``model`` too.
-            None: no layers are shared.
+        num_shared_layers: Number of layers, from the first, that are shared instead of copied. The embeddings are then shared
+            too. Both models contain the same tensors of shared layers, so these tensors are frozen in ``model`` too. None: no
+            layers are shared.
         pattern: Path of a layer's parameters, with ``{layer}`` in place of the layer's index. A pattern is needed for
             models whose paths are not in `LAYERS`.
 
     Raises:
-        ModelError: The parameters are sharded over processes. The error is also raised if no parameter matches the
-            first layer that is not shared, because the whole model would then be frozen.
+        ModelError: The parameters are sharded over processes, or no parameter matches the first layer that is not shared. In
+            the second case, the whole model would be frozen.
     """
     shared = [] if num_shared_layers is None else _first_parameters(model, num_shared_layers, pattern)
     reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
@@ -154,7 +154,7 @@ def check_reference(reference: object, model: nn.Module) -> None:
 
 
 def log_own_checkpoint(model: nn.Module) -> None:
-    """Warn if a model that becomes its own reference was loaded from a training checkpoint."""
+    """Warn if the initial model, which is also the reference, was loaded from a training checkpoint."""
     path = Path(name := get_config_model_id(config_of(model)))
     # A model that was created in memory has no path.
     if name and (path / "trainer_state.json").is_file():
@@ -174,9 +174,7 @@ def _check_vocabulary(model: nn.Module, reference: object) -> None:
 
 
 def _check_own_weights(model: nn.Module, reference: nn.Module) -> None:
-    """Raise an error if training would change weights of the reference, because policy and reference share trained
-    parameters.
-    """
+    """Raise an error if policy and reference share trained parameters, because training would then change the reference."""
     theirs = {id(parameter) for parameter in reference.parameters()}
     shared = [
         name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) in theirs
@@ -208,7 +206,7 @@ def _check_frozen_base(model: nn.Module) -> None:
 
 
 def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list[nn.Parameter]:
-    """Return the parameters of the embeddings and of the layers before ``count``, in the order in which they are registered."""
+    """Return the parameters of the embeddings and of the first ``count`` layers, in the order in which they are registered."""
     named = list(model.named_parameters())
     if any(is_partitioned(parameter) for _, parameter in named):
         raise ModelError(
@@ -233,19 +231,19 @@ def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list
 
 
 class Reference:
-    """Reference policy: the policy with its initial weights, or another model that the user passes.
+    """Frozen reference policy: the policy with its initial weights, or a separate model that the user passes.
 
-    The reference needs as little memory as the model allows:
+    The reference is stored with as little memory as possible:
 
-    - For a new adapter, it is the base model with adapters disabled.
-    - For an adapter that was trained before or that changed base weights (PiSSA, OLoRA), it is a frozen copy of the
-    adapter.
-    - In all other cases, and for a TRAINABLE_TOKENS adapter that was trained before, it is a frozen deep copy of
-    ``model`` **as passed**. The weights of this copy can differ from the weights on the Hub.
+    - If the policy has a new adapter, the reference is the base model with adapters disabled.
+    - If the adapter was already trained, or if it changed base weights (PiSSA, OLoRA), the reference is a frozen copy of the
+      adapter.
+    - Otherwise, and for a TRAINABLE_TOKENS adapter that was already trained, the reference is a frozen deep copy of ``model``
+      **as passed**. The weights of this copy can differ from the weights on the Hub.
 
     Args:
         model: The policy.
-        fresh_adapter: Whether the adapter is new, so that the base model is the policy at the start of training.
+        fresh_adapter: Whether the adapter is new, so that the base model equals the policy at the start of training.
         given: Reference model that the user passed. None: the reference is the policy with its initial weights.
         adapter: Name of an adapter of the policy that is the reference.
     """
@@ -295,11 +293,12 @@ class Reference:
                 "the reference would be a frozen copy of this adapter, but peft cannot create a second adapter for tied layers "
                 "(ensure_weight_tying=True). Fix: load model and adapter a second time and pass them as ref_model."
             )
-        # Change these settings, so that creating the copy does not change base weights or replicate layers a second time.
+        # Reset init_lora_weights and layer_replication. Otherwise, creating the copy of the adapter would change base
+        # weights or replicate layers a second time.
         for name, neutral in (("init_lora_weights", True), ("layer_replication", None)):
             if hasattr(config, name):
                 setattr(config, name, neutral)
-        # Exclude these modules, because peft itself ties the copied embeddings to the output layer.
+        # Exclude tied modules from modules_to_save, because peft itself ties the copied embeddings to the output layer.
         if tied := getattr(config, "modules_to_tie", None):
             config.modules_to_save = [name for name in config.modules_to_save if name not in tied]
         model.add_adapter(REF_ADAPTER, config)
@@ -316,7 +315,7 @@ class Reference:
                         f"with the new weight {name}. Fix: load model and adapter a second time and pass them as ref_model."
                     )
                 if twin:
-                    # PiSSA uses fewer ranks in layers narrower than r, so that shapes can differ.
+                    # The shapes can differ, because PiSSA uses fewer ranks in layers narrower than r.
                     if parameter.shape != parameters[source].shape:
                         parameter.data = torch.empty_like(parameters[source])
                     parameter.copy_(parameters[source])
@@ -326,7 +325,9 @@ class Reference:
 
     @contextmanager
     def active(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """Yield the model that computes the reference's log-probs. ``policy`` may be wrapped, e.g. in DDP."""
+        """Yield the model that computes the reference's log-probs inside the context. ``policy`` may be wrapped, e.g. in
+        DDP.
+        """
         if self.copy is not None:
             yield self.copy
             return
@@ -339,7 +340,7 @@ def hash_module(module: torch.nn.Module) -> str:
     return hash_tensors(module.state_dict())
 
 
-# Fields of a model config or adapter config that do not affect the forward pass.
+# Fields of model configs and adapter configs that do not affect the forward pass.
 UNREAD = (
     "_name_or_path",
     "transformers_version",
@@ -352,10 +353,10 @@ UNREAD = (
 
 
 def forward_settings(model: nn.Module) -> dict[str, Any]:
-    """Return the settings on which the result of a model's forward pass depends, in addition to its weights.
+    """Return all settings that affect the result of a model's forward pass, apart from its weights.
 
-    These settings are the model's config and, for a peft model, the configs and scales of its adapters and the names of
-    the active adapters.
+    The settings are the model's config and, for a peft model, the configs and scales of its adapters and the names of the
+    active adapters.
     """
     bare: Any = unwrapped(model)
     settings: dict[str, Any] = {"config": _fields(config_of(model).to_dict())}
@@ -368,13 +369,15 @@ def forward_settings(model: nn.Module) -> dict[str, Any]:
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that affect the forward pass. Sets are sorted, because their order differs between processes."""
+    """Return the fields of a config that affect the forward pass. Sets are sorted, because their order differs between
+    processes.
+    """
     return {
         name: sorted(value) if isinstance(value, set) else value for name, value in config.items() if name not in UNREAD
     }
 
 
-# Number of weights per sum. With this number, a small change of a single weight still changes the float32 sum.
+# Number of weights per sum, which is small enough that a small change of a single weight still changes the float32 sum.
 SUMMED = 1 << 14
 
 
@@ -392,10 +395,10 @@ def hash_frozen(module: nn.Module) -> str:
     """Return a SHA-256 hash of all frozen parameters and buffers. The hash is computed from sums over blocks of
     `SUMMED` elements.
 
-    Each value is read once, so that hashing takes less time than a forward pass.
+    Each value is read only once, so hashing takes less time than a forward pass.
     """
     summed = [_sums(values) for _, values in (*frozen_parameters(module), *module.named_buffers())]
-    # Concatenate the sums, so that one transfer from the device is enough.
+    # Concatenate the sums, so that only one transfer from the device is needed.
     return hash_tensors({"sums": torch.cat([one.to(summed[0].device) for one in summed])} if summed else {})
 
 
@@ -420,5 +423,5 @@ def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
 
 
 def fingerprint(**settings: Any) -> str:
-    """Return a hash of ``settings`` as 32 hexadecimal characters."""
+    """Return a hash of the keyword arguments as 32 hexadecimal characters."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]

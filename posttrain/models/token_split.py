@@ -1,4 +1,6 @@
-"""The sequence-parallel group of this process. The extension ``sequence_parallel`` creates it and runs its forward passes."""
+"""The sequence-parallel group of this process. The extension ``sequence_parallel`` creates the group and runs its forward
+passes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class TokenSplit(Protocol):
-    """A sequence-parallel group: processes that compute their batches together. See
-    `posttrain.extensions.sequence_parallel.split`.
+    """Interface of a sequence-parallel group, whose processes compute their batches together.
+    `posttrain.extensions.sequence_parallel.split` implements the interface.
     """
 
     @property
@@ -23,25 +25,27 @@ class TokenSplit(Protocol):
         ...
 
     def forward(self, model: nn.Module, request: Pass, compare: Callable[..., dict[str, Any]] | None) -> dict[str, Any]:
-        """Run a forward pass. Each process computes a part of the columns."""
+        """Run a forward pass on a batch of this process. Each process of the group computes a part of the columns."""
         ...
 
     def help_with(self, model: nn.Module, owner: int) -> Tensor:
-        """Compute this process's columns of a training pass that process ``owner`` owns. Call backward on the result."""
+        """Compute this process's columns of a training pass of process ``owner``. The caller must call backward on the
+        result.
+        """
         ...
 
     def turns(self, last: bool) -> Iterator[tuple[int | None, bool]]:
-        """See `turns`."""
+        """Yield one item per process of the group, see the function `turns`."""
         ...
 
     def attention(
         self, whole: Callable[..., tuple[Tensor, Any]], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ratio: int | None
     ) -> Tensor:  # fmt: skip
-        """Compute attention for this process's columns."""
+        """Compute attention over whole rows with the other processes, and return the output for this process's columns."""
         ...
 
     def check_alone(self, model: nn.Module) -> None:
-        """Raise an error if the model needs all processes of the group for a forward pass."""
+        """Raise an error if a forward pass of the model needs all processes of the group."""
         ...
 
     def refuse_predict(self) -> None:
@@ -49,18 +53,18 @@ class TokenSplit(Protocol):
         ...
 
 
-# Sequence-parallel group of this process. All trainers in the process use it, like accelerate's state.
+# Sequence-parallel group of this process. All trainers in the process share the group, like accelerate's state.
 _active: TokenSplit | None = None
 
 
 def active() -> TokenSplit | None:
-    """Return the sequence-parallel group of this process. Return None if there is none."""
+    """Return the sequence-parallel group of this process. Return None without sequence parallelism."""
     return _active
 
 
 def activate(split: TokenSplit | None) -> None:
-    """Set the sequence-parallel group that computes `posttrain.models.forward.forward`. None: this process computes
-    forward passes alone.
+    """Set the sequence-parallel group that computes forward passes (`posttrain.models.forward.forward`). None: each process
+    computes its forward passes alone.
     """
     global _active
     _active = split
@@ -84,7 +88,7 @@ def alone(model: nn.Module | None = None) -> Iterator[None]:
 
 
 def turns(last: bool) -> Iterator[tuple[int | None, bool]]:
-    """Yield one item per process of the group. The batches of the processes are computed one after the other.
+    """Yield one item per process of the sequence-parallel group, whose batches are computed one after the other.
 
     Yields:
         Group rank of the process whose batch is computed (None: this process), and whether this is the last pass before

@@ -1,19 +1,19 @@
-"""Tree attention: attention over packed prefix trees. It needs no mask and consists of several flash attention calls.
+"""Tree attention: attention over packed prefix trees that is computed by several flash attention calls without a mask.
 
-A row contains the segments of a prefix tree in depth-first order (`posttrain.types.Segment`). The tokens after a
-segment that attend to it are therefore a range of columns. The results of several calls are merged by their log-sum-exp
+A row contains the segments of a prefix tree in depth-first order (`posttrain.types.Segment`). The later tokens that attend to
+a segment therefore form a contiguous range of columns. The results of several calls are merged by their log-sum-exp
 (``lse``)::
 
     for each segment n:   (out, lse) of q[own(n)]   on k[own(n)], causal
     for each segment n:   (out, lse) of q[below(n)] on k[own(n)], without a mask
     merge:                lse = logaddexp over a token's parts;   out = sum of out_part * exp(lse_part - lse)
 
-Only pairs of tokens that attend to each other are computed, and memory is O(T). A token has as many parts as its
-segment is deep. On a CPU, each part is one call of torch's flash operator. On CUDA, all parts of one level of all trees
+Attention scores are computed only for pairs of tokens that attend to each other, and memory is O(T). A token has one part per
+segment on its path. On a CPU, each part is one call of torch's flash operator. On CUDA, all parts of one level of all trees
 are one call of torch's variable-length attention.
 
-In the backward pass, flash attention computes probabilities again from ``lse``, and needs ``D = rowsum(grad_out *
-out)``. With the *merged* ``out`` and ``lse``, it returns the contributions of one part to dq, dk and dv. They are
+In the backward pass, flash attention recomputes probabilities from ``lse``, and needs ``D = rowsum(grad_out * out)``. Each
+call gets the *merged* ``out`` and ``lse`` and returns the contributions of one part to dq, dk and dv. These contributions are
 summed over parts.
 
 Reference: Hydragen, arXiv:2402.05099 (prefix and suffix merged by log-sum-exp); Ring Attention, arXiv:2310.01889 (the backward
@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 
 # Name of the eager attention function in transformers' modeling files.
 PLAIN = "eager_attention_forward"
-# Backends of transformers that compute calls without segments.
+# Backends of transformers that tree attention wraps, and that compute calls without a `Forest`.
 BACKENDS = tuple(OWN_NAMES.values())
-# Arguments of an attention backend that tree attention supports, or that do not change its result.
+# Arguments of attention backends that tree attention supports, and arguments that do not change the result.
 UNDERSTOOD = {
     "sliding_window",
     "s_aux",
@@ -66,16 +66,15 @@ UNDERSTOOD = {
 
 
 class Part(NamedTuple):
-    """One block of attention: a range of queries and a range of keys. Either all pairs or only causal pairs are
-    computed.
+    """One block of attention: a range of queries and a range of keys. The block contains either all pairs or only causal
+    pairs.
 
     Attributes:
         row: Row of the batch.
         queries, keys: Ranges of columns.
-        causal: Whether queries and keys are the same columns, with causal attention. If False, each query attends to
+        causal: Whether queries and keys are the same columns, so that attention is causal. If False, each query attends to
             all keys.
-        ahead: Position of the first query minus position of the first key, if a sliding window ends inside the part.
-            None: no window ends there.
+        ahead: Position of the first query minus position of the first key. None: no sliding window ends inside the part.
     """
 
     row: int
@@ -86,7 +85,7 @@ class Part(NamedTuple):
 
 
 def parts_of(segments: Sequence[Segment], window: int | None = None, chunk: int | None = None) -> list[Part]:
-    """Return all parts of a batch's attention. The parts inside segments come first.
+    """Return the parts into which the attention of a batch is divided. The parts inside segments come first.
 
     Args:
         segments: Segments in depth-first order.
@@ -105,8 +104,8 @@ def _own(one: Segment, window: int | None) -> Iterator[Part]:
     for start in range(one.start, one.stop, size):
         stop = min(start + size, one.stop)
         yield Part(one.row, slice(start, stop), slice(start, stop), True)
-        # In this part, a block of queries attends to the block of keys directly before the queries. The first query
-        # attends to all of these keys except the first one. The second-last query attends only to the last key.
+        # In this part, a block of queries attends to the block of keys directly before it. The first query attends to all of
+        # these keys except the first key. The second-last query attends only to the last key.
         seeing = min(stop, start + size - 1)
         if start > one.start and seeing > start:
             yield Part(one.row, slice(start, seeing), slice(start - size, start), False, size)
@@ -122,7 +121,8 @@ def _below(one: Segment, segments: Sequence[Segment], window: int | None) -> Ite
     for other in segments:
         if other.row != one.row or not one.stop <= other.start < one.end:
             continue
-        # Queries up to ``stop`` attend to the last key of the segment. The first query attends to keys from ``first`` on.
+        # Queries before column ``stop`` attend to the last key of the segment. The first query attends to keys from position
+        # ``first`` on.
         stop = min(other.stop, other.start + last + window - other.position)
         first = max(one.position, other.position - window + 1)
         if stop <= other.start or first > last:
@@ -141,7 +141,7 @@ def _own_chunks(one: Segment, chunk: int) -> Iterator[Part]:
 
 
 def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iterator[Part]:
-    # Position after the end of the segment. A later segment can continue the last chunk from this position.
+    # ``after`` is the position after the end of the segment. A later segment can continue the last chunk from this position.
     after = one.position + one.stop - one.start
     first, end = after // chunk * chunk, -(-after // chunk) * chunk
     if one.end == one.stop or first == after:
@@ -155,14 +155,15 @@ def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iter
 
 
 class Forest:
-    """Data about a batch that attention layers need. The object is passed as an argument of the model's forward call.
+    """A batch and the tree attention data that its attention layers share. The object is passed as an argument of the model's
+    forward call.
 
-    It is not a dataclass. FSDP2 copies dataclasses in the arguments of a layer, to cast their tensors, and each layer
-    would then compute the cached values again.
+    The class is deliberately not a dataclass. FSDP2 copies dataclasses in the arguments of a layer to cast their tensors, and
+    each layer would then recompute the cached values.
 
     Args:
         batch: The batch.
-        split: Sequence-parallel group over which the columns are split. None: this process has all columns.
+        split: Sequence-parallel group over which the columns are split. None: one process has all columns.
     """
 
     __slots__ = ("_kept", "_parts", "batch", "split")
@@ -173,21 +174,23 @@ class Forest:
         self._kept: dict[Any, Any] = {}
 
     def parts(self, window: int | None, chunk: int | None = None) -> list[Part]:
-        """See `parts_of`."""
+        """Return the parts of the batch's attention; see `parts_of`. The result is cached."""
         if (window, chunk) not in self._parts:
             self._parts[window, chunk] = parts_of(self.batch.segments, window, chunk)
         return self._parts[window, chunk]
 
     def mask(self, part: Part, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask of a part; see `_mask`. Parts with the same size and position difference share one mask."""
+        """Return the mask of a part (see `_mask`), or None if no window ends in it. Parts of equal size and position
+        difference share one mask.
+        """
         if part.ahead is None:
             return None
         queries, keys = (side.stop - side.start for side in (part.queries, part.keys))
         return self.kept((queries, keys, part.ahead, window, dtype), lambda: _mask(part, window, dtype))
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the value under ``key`` that another layer of this pass has cached. If no value is cached, call
-        ``make`` and cache its result.
+        """Return the cached value of ``key``, which all layers of a pass share. If no value is cached, call ``make`` and
+        cache its result.
         """
         if key not in self._kept:
             self._kept[key] = make()
@@ -195,12 +198,12 @@ class Forest:
 
     @property
     def longest(self) -> int:
-        """Maximum number of positions of a path in any of the trees."""
+        """Length of the longest path of any tree, in positions."""
         return max((segment.position + segment.stop - segment.start for segment in self.batch.segments), default=0)
 
 
 def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask of a part in which a window ends. The mask covers only the part, not the whole row."""
+    """Return the additive mask of a part in which a sliding window ends. The mask covers only the part, not the whole row."""
     assert window is not None and part.ahead is not None
     queries = torch.arange(part.queries.stop - part.queries.start)
     keys = torch.arange(part.keys.stop - part.keys.start)
@@ -209,7 +212,7 @@ def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
 
 
 class Call(NamedTuple):
-    """Attention options of one layer, see the arguments of `tree_attention`."""
+    """Attention options of one layer; see the arguments of `tree_attention`."""
 
     forest: Forest
     window: int | None
@@ -219,7 +222,7 @@ class Call(NamedTuple):
 
 
 class _TreeAttention(torch.autograd.Function):
-    """Compute ``softmax(scale * q k^T) v``, where each token attends to the tokens on its path; see the module's docstring."""
+    """Compute ``softmax(scale * q k^T) v``. Each token attends to the tokens on its path; see the module's docstring."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
@@ -241,15 +244,15 @@ class _TreeAttention(torch.autograd.Function):
         shares = product(grad, q, k, v, out, lse, ctx.call)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            # A sink is an additional logit whose value vector is 0, so that d out / d sink = -p_sink * out.
+            # A sink is an additional logit whose value vector is 0. Therefore d out / d sink = -p_sink * out.
             share = torch.sub(sinks.to(lse)[None, :, None], lse).exp_()
             dsinks = -(share * (grad * out).sum(-1).to(lse)).sum((0, 2)).to(sinks.dtype)
         return *shares, dsinks, None
 
 
 def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return the output ``(B, heads, T, d)`` and the log-sum-exp ``(B, heads, T)``. Each part is one call of torch's
-    flash operator for CPUs.
+    """Compute tree attention with one call of torch's flash operator for CPUs per part. Return the output
+    ``(B, heads, T, d)`` and the log-sum-exp ``(B, heads, T)``.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)
@@ -276,8 +279,8 @@ def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the result of a part into the results of its queries, in place. Half precision is computed in float32 and
-    rounded once per part.
+    """Merge the output of a part into ``out`` and ``lse``, in place. Half precision is computed in float32 and rounded once
+    per part.
     """
     total = torch.logaddexp(lse, part_lse)
     kept, added = torch.sub(lse, total).exp_()[..., None], torch.sub(part_lse, total).exp_()[..., None]
@@ -310,11 +313,12 @@ def _parts_backward(
 
 
 class Level(NamedTuple):
-    """Parts of attention that one call computes. Each part is a sequence of queries and a sequence of keys.
+    """Parts of attention that one call of variable-length attention computes. Each part is a sequence of queries and a
+    sequence of keys.
 
     Attributes:
         queries, keys: ``(N,)`` indices into the ``B * T`` tokens of the batch.
-        query_ends, key_ends: ``(parts + 1,)`` int32 cumulative lengths of the parts. They start with 0.
+        query_ends, key_ends: ``(parts + 1,)`` int32 cumulative lengths of the parts. Both start with 0.
         most_queries, most_keys: Maximum length of a part in queries and in keys.
         causal: See `Part`.
     """
@@ -329,8 +333,8 @@ class Level(NamedTuple):
 
 
 def levels_of(segments: Sequence[Segment], width: int, device: torch.device | str) -> list[Level]:
-    """Return the levels. The first level is the attention inside all segments. After the first level, there is one
-    level per depth, in which later tokens attend to the segments of this depth.
+    """Group the attention of a batch into levels, each computed by one call. The first level is the attention inside all
+    segments. Each further level belongs to one depth of the trees: later tokens attend to the segments at this depth.
 
     Args:
         segments: Segments in depth-first order.
@@ -369,7 +373,9 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _by_levels(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Compute the same as `_by_parts`, with one call of torch's variable-length attention per level."""
+    """Compute tree attention with one call of torch's variable-length attention per level. `_by_parts` computes the same
+    results.
+    """
     rows, heads, width, size = q.shape
     flat = [_flat(x) for x in (q, k, v)]
     out = torch.zeros(rows * width, heads, size, dtype=torch.float32, device=q.device)
@@ -415,9 +421,9 @@ def varlen_forward(q: Tensor, k: Tensor, v: Tensor, level: Level, call: Call) ->
 def varlen_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, level: Level, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the contributions of one level to dq, dk and dv, from the merged ``out`` and ``lse``."""
+    """Compute the contributions of one level to dq, dk and dv from the merged ``out`` and ``lse``."""
     left, right = _sides(level, call.window)
-    # The kernel has an argument for the random state of dropout, which is not used here.
+    # The kernel requires the random state of dropout as an argument, but dropout is 0.
     nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, level.query_ends, level.key_ends, level.most_queries, level.most_keys, 0.0, level.causal,
@@ -426,7 +432,7 @@ def varlen_backward(
 
 
 def _sides(level: Level, window: int | None) -> tuple[int, int]:
-    """Return the numbers of keys, before and after a query's own position, to which it attends. -1 means all keys."""
+    """Return the number of keys before and after its own position to which a query attends. -1 means all keys."""
     if not level.causal:
         return -1, -1
     return (-1 if window is None else window - 1), 0
@@ -453,8 +459,8 @@ def tree_attention(
         forest: The prefix trees of the batch.
         scale: Factor of the scores.
         window: Number of positions to which a token attends, including its own. None: no limit.
-        sinks: ``(heads,)`` additional logit per head, whose value vector is zero. None: no such logits.
-        softcap: Limit of the scaled scores, ``softcap * tanh(scores / softcap)``. Supported only on a CPU.
+        sinks: ``(heads,)`` additional logit per head, whose value vector is zero. None: no additional logits.
+        softcap: Cap of the scaled scores, ``softcap * tanh(scores / softcap)``. Supported only on a CPU. None: no cap.
         chunk: Size of chunks of positions. A token attends only to its own chunk. Supported only on a CPU. None: no
             chunks.
 
@@ -466,7 +472,7 @@ def tree_attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     elif not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
-    # Kernels need equal head sizes, so pad values. In latent attention (DeepSeek), keys are longer than values.
+    # Kernels need equal head sizes, so pad the shorter tensors. In latent attention (DeepSeek), keys are longer than values.
     size = v.shape[-1]
     most = max(size, q.shape[-1])
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
@@ -474,14 +480,14 @@ def tree_attention(
         return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale, softcap, chunk))[..., :size]
 
 
-# Do not compile tree attention. Its calls depend on the trees, which differ in every pass.
+# Do not compile tree attention, because its calls depend on the prefix trees, which differ in every pass.
 _uncompiled: Any = torch.compiler.disable(tree_attention)
 
 
 def refusal(
     module: nn.Module, q: Tensor, dropout: float, forest: Forest, rest: dict[str, Any], chunk: int | None
 ) -> str:
-    """Return the reason why tree attention does not support a layer. Return "" if it does."""
+    """Return the reason why tree attention does not support an attention layer. Return "" if the layer is supported."""
     if q.device.type != "cpu" and (fault := no_varlen(q, forest, rest.get("sliding_window"))):
         return fault
     if q.device.type != "cpu" and rest.get("softcap"):
@@ -497,7 +503,7 @@ def refusal(
 
 
 def no_kernel(device: str, dtype: torch.dtype) -> str:
-    """Return the reason why a device has no kernel for tree attention. Return "" if it has one."""
+    """Return the reason why a device has no kernel for tree attention. Return "" if the device has a kernel."""
     if device == "cpu":
         return ""
     if device != "cuda":
@@ -507,7 +513,7 @@ def no_kernel(device: str, dtype: torch.dtype) -> str:
 
 
 def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
-    """Return the reason why variable-length attention does not support these queries. Return "" if it does."""
+    """Return the reason why variable-length attention does not support a layer's queries. Return "" if they are supported."""
     dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
     if reason := no_kernel(q.device.type, dtype):
         return reason
@@ -519,8 +525,8 @@ def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
 
 @cache
 def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the function that transformers calls for an attention backend. If the call has a forest, it computes tree
-    attention, otherwise it calls the backend ``own``.
+    """Return the function that transformers calls for an attention backend. For calls with a `Forest`, the function computes
+    tree attention. For other calls, the function calls the backend ``own``.
     """
 
     def attention(
@@ -550,7 +556,7 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
 
             ratio = query.shape[1] // key.shape[1] if masked else None
             return forest.split.attention(whole, query, key, value, sinks, ratio), None
-        # If there is a mask, tree attention does not support this layer (see `attention_inputs`).
+        # A mask is only passed if tree attention does not support the batch (see `attention_inputs`).
         if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
         window, chunk = rest.get("sliding_window"), None
@@ -574,8 +580,8 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
 
 @torch.enable_grad()
 def kernel_fault(device: torch.device, dtype: torch.dtype, heads: int, kv: int, size: int) -> str:
-    """Compare output and gradients of tree attention with an explicit softmax on a device. Return "" if they agree,
-    else the difference.
+    """Compare output and gradients of tree attention on a device with an explicit softmax. Return a message with the
+    difference, or "" if they agree.
 
     Args:
         device: Device of the model.
@@ -619,8 +625,8 @@ def _plain_attention(module: nn.Module, *tensors: Tensor | None, **rest: Any) ->
 
 @cache
 def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the eager attention function from the file that defines the layer's forward method. transformers does not
-    register this function.
+    """Return the eager attention function from the modeling file of a layer's class. transformers does not register this
+    function.
     """
     files = (inspect.unwrap(vars(base)["forward"]).__globals__ for base in kind.__mro__ if "forward" in vars(base))
     if found := next((names[PLAIN] for names in files if PLAIN in names), None):
@@ -634,8 +640,8 @@ def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
 def install(model: nn.Module) -> None:
     """Register tree attention in transformers, and set its name in the configs of a model's text layers.
 
-    The names stay set until `uninstall`, because a backward pass with checkpointing calls the layers again. Calls
-    without a forest use the previous backend.
+    The names stay in the configs until `uninstall`, because a backward pass with checkpointing calls the layers again. Calls
+    without a `Forest` use the previous backend.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -649,8 +655,8 @@ def install(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Set the names of transformers' own backends in the configs of a model's text layers again. transformers'
-    continuous batching compares these names.
+    """Restore the names of transformers' own backends in the configs of a model's text layers. transformers' continuous
+    batching compares these names.
     """
     rename_attention(model, _without_own)
 
@@ -660,7 +666,7 @@ def _without_own(name: str) -> str:
 
 
 def uninstalled(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which the model uses only the backends of transformers."""
+    """Return a context in which the model uses only transformers' own attention backends."""
     return attention_renamed(model, _without_own)
 
 
@@ -679,8 +685,8 @@ def forest_mask(
             outside of the window. -1: the token is in no block.
 
     Returns:
-        ``(B, 1, T, T)`` bool. True means that the token of the third dimension attends to the token of the last
-        dimension. Padding attends to itself, because a softmax over no tokens would be NaN.
+        ``(B, 1, T, T)`` bool. True means that the token at the index of the third dimension attends to the token at the index
+        of the last dimension. Padding tokens attend to themselves, because a softmax over no tokens would be NaN.
     """
     until, position = batch.seen_until, batch.position_ids
     index = torch.arange(until.shape[1], device=until.device)
@@ -696,7 +702,9 @@ def forest_mask(
 
 
 def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor | None) -> Any:
-    """Return `forest_mask` as a block-sparse mask for FlexAttention. The lists of blocks are computed on the CPU."""
+    """Return the mask of `forest_mask` as a block-sparse mask for FlexAttention. The lists of blocks are computed on the
+    CPU.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     until, position, size = batch.seen_until, batch.position_ids, 128
@@ -724,12 +732,12 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
         for column in range(inside.start, inside.stop):
             whole[one.row, column + 1 : one.end // size, column] = True
     if span is not None:
-        # Bidirectional blocks of tokens are short, so that they only add blocks near the diagonal.
+        # Bidirectional blocks of tokens are short, so only mask blocks near the diagonal are added.
         some |= (index[:, None] - index).abs() <= -(-int(torch.unique(span, return_counts=True)[1].max()) // size)
     if window is not None or chunk is not None or span is not None:
         whole &= False
     some &= ~whole
-    # Join numbers and indices of the key blocks of each query block, so that one copy to the device is enough.
+    # Join the numbers and the indices of the key blocks of each query block, so that only one copy to the device is needed.
     both = torch.stack([some, whole]).int()
     listed = torch.cat([both.sum(-1, keepdim=True), both.argsort(dim=-1, descending=True, stable=True)], -1)
     numbers, order = listed.int()[:, :, None].to(until.device).split([1, count], -1)
@@ -741,7 +749,7 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
 def forest_bias(
     forest: Forest, window: int | None, dtype: torch.dtype, reason: str = "", chunk: int | None = None
 ) -> Tensor:
-    """Return `forest_mask` as an additive mask, for a layer without tree attention. Log the reason once."""
+    """Return the mask of `forest_mask` as an additive mask, for a layer without tree attention. Log each ``reason`` once."""
     if reason and reason not in _told:
         _told.add(reason)
         logger.warning(
@@ -755,7 +763,7 @@ def forest_bias(
 
 
 def added(allowed: Tensor, dtype: torch.dtype, never: float) -> Tensor:
-    """Convert a bool mask to an additive mask."""
+    """Convert a bool mask to an additive mask with the value ``never`` where the bool mask is False."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, never)
 
 
@@ -765,7 +773,9 @@ _strict = False
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raise an error inside the context if tree attention does not support a layer, instead of using a mask."""
+    """Make unsupported layers raise an error inside the context. Outside, layers that tree attention does not support use a
+    mask.
+    """
     global _strict
     former, _strict = _strict, True
     try:

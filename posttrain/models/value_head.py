@@ -64,10 +64,9 @@ class ValueHead(nn.Module):
 
 
 def attach_value(policy: nn.Module, value: nn.Module | None = None) -> nn.Module:
-    """Attach a value function to the policy as a submodule. ``forward(policy, batch, needs)`` can then return
-    ``values``.
+    """Attach a value function to the policy as a submodule, so that ``forward(policy, batch, needs)`` can return ``values``.
 
-    A submodule is wrapped, sharded, optimized and set to eval mode together with the policy.
+    As a submodule, the value function is wrapped, sharded, optimized and set to eval mode together with the policy.
 
     Args:
         policy: A causal language model, with or without adapters.
@@ -100,21 +99,21 @@ def _held(policy: nn.Module) -> tuple[Any, str, nn.Module] | None:
 
 
 def value_of(policy: nn.Module) -> nn.Module | None:
-    """Return the value function that is attached to the policy (a head or a second model). Return None if there is none."""
+    """Return the value function that is attached to the policy, a head or a second model. Return None if none is attached."""
     attached = _held(policy)
     return None if attached is None else attached[2]
 
 
 def critic_of(policy: nn.Module) -> nn.Module | None:
-    """Return the policy's value model. Return None if the value function is a head, or if there is none."""
+    """Return the policy's value model. Return None if the policy has a value head or no value function."""
     value = value_of(policy)
     return None if isinstance(value, ValueHead) else value
 
 
 @contextmanager
 def without_value(policy: nn.Module) -> Iterator[None]:
-    """Detach the value function inside the context, so that the policy can be saved or loaded alone. It is attached
-    again on exit.
+    """Detach the value function inside the context, so that the policy can be saved or loaded alone. The value function is
+    attached again on exit.
     """
     attached = _held(policy)
     if attached is not None:
@@ -127,8 +126,8 @@ def without_value(policy: nn.Module) -> Iterator[None]:
 
 
 def value_state(policy: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of the value function, with names without the policy's prefix. It is empty if there is
-    none.
+    """Return the state dict of the policy's value function, without the policy's prefix in the names. Return an empty dict
+    without a value function.
     """
     attached = _held(policy)
     return {} if attached is None else dict(attached[2].state_dict())
@@ -168,8 +167,8 @@ def check_scorer(model: nn.Module, role: str) -> None:
 def check_vocabulary(tokenizer: Tokenizer, model: nn.Module, role: str) -> None:
     """Raise an error if the vocabulary of a reward model or value model does not match the policy's tokenizer.
 
-    The model's tokenizer is loaded from the model's path or the local cache, without a download. A token may exist in
-    only one of the vocabularies (e.g. an added pad token), if the model has an embedding for its id.
+    The model's tokenizer is loaded from the model's path or the local cache, without a download. A token may exist in only
+    one of the vocabularies (e.g. an added pad token), if the model has an embedding for the token's id.
 
     Raises:
         ModelError: The same id stands for different tokens, or the model has too few embeddings for the policy's ids.
@@ -199,7 +198,7 @@ def _own_vocabulary(model: nn.Module) -> dict[int, str]:
         return {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
-    # Many reward models have no tokenizer. Only the sizes of the vocabularies can be compared then.
+    # Many reward models have no tokenizer. In this case, only the sizes of the vocabularies can be compared.
     except Exception as error:
         logger.info(
             "the tokenizer of %s cannot be loaded (%s), so its vocabulary is not compared.", name, type(error).__name__

@@ -1,4 +1,4 @@
-"""Model card: a README that describes a model, how it was trained, and how to use it."""
+"""Model card: a README that describes a trained model, its training, and its use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 PURPOSE = "the model card"
 
 TEMPLATE = TEMPLATES / "card.md.jinja"
-# Tasks for which the model card contains a quick start.
+# Tasks for which the model card has a quick start.
 TASKS = ("text-generation", "text-classification")
 
 
@@ -59,18 +59,18 @@ def generate_model_card(
     Args:
         model_name: Title of the card.
         trainer_name: Name of the method: SFT, DPO, ...
-        base_model: Hub id of the model from which training started. None if it is not on the Hub.
+        base_model: Hub id of the model from which training started. None if this model is not on the Hub.
         hub_model_id: Hub id of the trained model. Without an id, the quick start uses ``model_name``.
         dataset_name: Hub ids or names of the training datasets.
         tags: Tags to add to the metadata, after ``generated_from_trainer``.
-        wandb_url: URL of the run on Weights & Biases, if there is one.
-        trackio_url: URL of the run on Trackio, if there is one.
-        comet_url: URL of the run on Comet, if there is one.
+        wandb_url: URL of the run on Weights & Biases. None: no link.
+        trackio_url: URL of the run on Trackio. None: no link.
+        comet_url: URL of the run on Comet. None: no link.
         paper_title: Title of the paper that introduced the method.
-        paper_id: arXiv id of that paper.
-        trainer_citation: BibTeX entry of that paper.
+        paper_id: arXiv id of the method's paper.
+        trainer_citation: BibTeX entry of the method's paper.
         task: ``text-generation``, or ``text-classification`` for a reward model.
-        chat: Whether the quick start of a generative model uses messages. Otherwise it uses plain text.
+        chat: Whether the quick start of a generative model uses messages. If False, the quick start uses plain text.
 
     Returns:
         The card. ``str(card)`` is its text, and ``card.save(path)`` writes it.
@@ -120,9 +120,9 @@ def create_model_card(
 
     Args:
         trainer: Any trainer.
-        model_name: Title of the card. None uses the last part of ``hub_model_id``, or of ``output_dir``.
+        model_name: Title of the card. None: the last part of ``hub_model_id`` or, if it is not set, of ``output_dir``.
         dataset_name: Hub ids or names of the training datasets.
-        tags: Tags to add to the tags of the class.
+        tags: Tags in addition to the tags of the trainer's class.
     """
     if not trainer.is_world_process_zero():
         return
@@ -156,7 +156,7 @@ def create_model_card(
 
 
 def _tags(tags: str | Iterable[str] | None, own: Iterable[str], config: Any, trackio_url: str | None) -> list[str]:
-    """Merge the tags of the caller and of the class with tags about the environment, in a fixed order."""
+    """Merge the caller's tags and the trainer class's tags with tags about the environment, in a fixed order."""
     all_tags = (
         [tags] if isinstance(tags, str) else sorted(tags) if isinstance(tags, set | frozenset) else list(tags or [])
     )
@@ -171,7 +171,7 @@ def _tags(tags: str | Iterable[str] | None, own: Iterable[str], config: Any, tra
 
 
 def _base_model(config: Any) -> str | None:
-    """Return the Hub id of the base model, or None for a local folder, because readers of the card cannot access it."""
+    """Return the Hub id of the base model. Return None for a local folder, because readers of the card cannot access it."""
     identity = get_config_model_id(config)
     return identity if _is_hub_id(identity) and not Path(identity).is_dir() else None
 

@@ -1,4 +1,4 @@
-"""Tables of completions that were sampled in training, for the terminal, trackers and the Hub."""
+"""Tables of completions that were sampled during training, for the terminal, trackers and the Hub."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _to_mlflow(name: str, columns: list[str], data: list[list[Any]]) -> None:
 
 
 def _with_images(tracker: Any, columns: list[str], data: list[list[Any]]) -> list[list[Any]]:
-    """Replace thumbnails with lists of the tracker's image type. Rows without images get an empty list."""
+    """Replace each row's thumbnails with a list of images of the tracker's type. Rows without images get an empty list."""
     if THUMBNAILS not in columns:
         return data
     place, read = columns.index(THUMBNAILS), plugins.module("extensions.images.picture").read_picture
@@ -66,7 +66,7 @@ def _with_images(tracker: Any, columns: list[str], data: list[list[Any]]) -> lis
 
 
 def _without_images(columns: list[str], data: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Remove thumbnails, for trackers whose tables support only text."""
+    """Remove the column with thumbnails, for trackers whose tables support only text."""
     kept = [i for i, name in enumerate(columns) if name != THUMBNAILS]
     return [columns[i] for i in kept], [[row[i] for i in kept] for row in data]
 
@@ -80,15 +80,15 @@ TRACKERS: dict[str, Callable[[str, list[str], list[list[Any]]], None]] = {
 
 
 class Attempts:
-    """Runs actions whose errors must not stop training. After an error, a warning is logged, and the same destination is
-    skipped from then on.
+    """Runner of actions whose errors must not stop training. After an error, a warning is logged, and the action's
+    destination is skipped from then on.
     """
 
     def __init__(self) -> None:
         self.failed: set[str] = set()
 
     def run(self, where: str, action: Callable[[], None]) -> None:
-        """Run ``action``, which sends completions to ``where``."""
+        """Run ``action``, which sends completions to the destination ``where``. Errors are only logged."""
         if where in self.failed:
             return
         try:
@@ -106,7 +106,7 @@ class Attempts:
 
 MINUTES = 2  # Interval between two pushes to the Hub, in minutes.
 PER_TOKEN = ("tokens", "logps")  # Columns of the completions table that only the HTML report uses.
-# Column of `completion_rows` that holds images for trackers.
+# Column of the completions table with images for trackers.
 THUMBNAILS = "thumbnails"
 WIDE = 400  # Maximum number of characters of a text in the printed table.
 
@@ -138,7 +138,7 @@ def print_prompt_completions_sample(
         return
     order = list(range(len(prompts)))
     if num_samples is not None and num_samples < len(order):
-        # A separate random generator is used, so that the random state of the run does not change.
+        # Use a separate random generator, so that the random state of the run does not change.
         order = sorted(random.Random(step).sample(order, num_samples))
     table = Table(title=f"Step {step}", show_lines=True, expand=True)
     for name in ("prompt", "completion", *rewards, "advantage"):
@@ -166,7 +166,7 @@ class RolloutTableCallback(transformers.TrainerCallback):
     have separate tables.
 
     Args:
-        record: Run record, which provides the rows of all ranks on the main process.
+        record: Callback of the run record, which provides the completions of all ranks on the main process.
         names: Names of reward functions.
         rows: Maximum number of stored completions, i.e. the size of one generation.
         shown: Number of rows that are printed on the terminal. None: all rows.
@@ -182,7 +182,7 @@ class RolloutTableCallback(transformers.TrainerCallback):
         record.listeners.append(self.add)
 
     def add(self, rows: list[dict[str, Any]], evaluation: bool) -> None:
-        """Store rows until the next logging step."""
+        """Store rows of completions until the next logging step."""
         self.rings["eval_" if evaluation else ""].extend(rows)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -202,7 +202,9 @@ class RolloutTableCallback(transformers.TrainerCallback):
         print_prompt_completions_sample(own[0], own[1], rewards, [a or 0.0 for a in own[2]], step, self.shown)
 
     def table(self, rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-        """Return columns and rows. Missing values are None. With ``unique``, only the first row of each prompt is returned."""
+        """Convert rows of completions to column names and lists of values. Missing values are None. With ``unique``, only the
+        first row of each prompt is included.
+        """
         if self.unique:
             rows = list({row.get("prompt"): row for row in reversed(rows)}.values())[::-1]
         columns = list(dict.fromkeys(key for row in rows for key in row if key not in PER_TOKEN))
@@ -214,7 +216,9 @@ def _plain(value: object) -> Any:
 
 
 def rollout_table(args: OnlineConfig, record: RunRecordCallback, names: list[str]) -> RolloutTableCallback:
-    """Create the callback for ``log_completions``. The callback stores the completions of one generation."""
+    """Create the callback for the option ``log_completions``. The callback stores up to the number of completions of one
+    generation.
+    """
     rows = args.samples_per_step or args.generation_batch_size or 1
     options = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
     return RolloutTableCallback(record, names, rows=rows, **options)
@@ -224,7 +228,8 @@ class CompletionsHubCallback(transformers.TrainerCallback):
     """Callback that pushes ``completions/*.parquet`` to a dataset repository every two minutes and at the end.
 
     Args:
-        repo_id: Id of the repository. A missing repository is created, and is private if ``hub_private_repo`` is set.
+        repo_id: Id of the repository. If it does not exist, it is created, as a private repository if ``hub_private_repo`` is
+            set.
     """
 
     def __init__(self, repo_id: str) -> None:
@@ -232,7 +237,7 @@ class CompletionsHubCallback(transformers.TrainerCallback):
         self._scheduler: Any = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Create the repository now, so that missing permissions raise an error before the first step."""
+        """Create the repository before the first step, so that missing permissions raise an error early."""
         if not state.is_world_process_zero:
             return
         from huggingface_hub import CommitScheduler
@@ -250,7 +255,7 @@ class CompletionsHubCallback(transformers.TrainerCallback):
         )
 
     def stop(self) -> None:
-        """Push the remaining files. This is called even if training fails."""
+        """Push the remaining files. The trainer calls this method even if training fails."""
         if self._scheduler is not None:
             self._scheduler.trigger().result()
             self._scheduler.stop()

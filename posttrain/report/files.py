@@ -1,4 +1,4 @@
-"""Files of a run: atomic writes, and reads that tolerate missing and truncated files."""
+"""Access to the files of a run: atomic writes, and reads that tolerate missing and truncated files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. After the ``with`` block, the temporary file replaces ``path``. After an error, it
-    is removed. The folder is created if it does not exist.
+    """Yield a temporary path to write to. On exit, the temporary file replaces ``path``. After an error, the temporary file
+    is removed. The folder of ``path`` is created if it does not exist.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -32,7 +32,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON mapping from a file. Return an empty mapping if the file is missing, or incomplete because of a crash."""
+    """Read a JSON mapping from a file. Return an empty mapping if the file is missing or was truncated by a crash."""
     try:
         return read_line(path.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError):  # Invalid UTF-8 raises a ValueError.
@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_line(line: str) -> dict[str, Any] | None:
-    """Parse a line as a JSON mapping. Return None if it is not a mapping, or incomplete because of a crash."""
+    """Parse a line as a JSON mapping. Return None if the line contains no mapping or was truncated by a crash."""
     try:
         content = json.loads(line)
     except ValueError:
@@ -56,7 +56,9 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows to a parquet file. Missing columns become None, and NaN (not scored) becomes None."""
+    """Write rows to a parquet file. Missing values become None, and so does NaN, which means that a completion was not
+    scored.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

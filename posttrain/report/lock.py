@@ -1,4 +1,4 @@
-"""Lock of a run's folder, which ensures that only one run writes to it."""
+"""Lock of a run's folder, which ensures that only one run writes to the folder."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from posttrain.report.files import read_json, whole_file
 logger = logging.getLogger(__name__)
 
 
-# File that describes the process which holds the lock. Error messages quote it.
+# Name of the file that describes the process that holds the lock. Error messages quote this file.
 LOCK = ".posttrain.lock"
 
 
-# File on which the lock is held. The operating system releases the lock when the process ends.
+# Name of the locked file. The operating system releases the lock when the process ends.
 GUARD = f"{LOCK}.guard"
 
 
-# Number of seconds to wait for the lock. A process that only checks the folder also holds it for a moment.
+# Number of seconds to wait for the lock. A process that only checks the folder holds the lock for a moment too.
 LOCK_WAIT = 1.0
 
 
@@ -36,8 +36,8 @@ def check_writable(output_dir: str | None) -> None:
     """Check that ``output_dir`` is writable and not used by another run.
 
     Raises:
-        ConfigError: ``output_dir`` is empty, is a file, is not writable, is in use by a running process, or its name is not
-            valid in the encoding of the locale.
+        ConfigError: ``output_dir`` is empty, is a file, is not writable, is in use by a running process, or has a name that
+            is not valid in the encoding of the locale.
     """
     if not output_dir:
         raise ConfigError("output_dir is empty. Fix: set it to a folder for checkpoints and the run record.")
@@ -47,8 +47,8 @@ def check_writable(output_dir: str | None) -> None:
         raise ConfigError(f"output_dir={output_dir!r} names no folder: {error} Fix: write the whole path.") from error
     try:
         os.fsencode(folder)
-        # This raises an error if the path contains bytes that are invalid in the file system's encoding. Python represents such
-        # bytes as surrogates.
+        # encode() raises an error if the path contains bytes that are invalid in the file system's encoding. Python
+        # represents such bytes as surrogates.
         str(folder).encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(
@@ -56,7 +56,7 @@ def check_writable(output_dir: str | None) -> None:
             "checkpoint could be written. Fix: use a UTF-8 locale (LC_ALL=C.UTF-8) or PYTHONUTF8=1, or choose a folder with "
             "a valid name."
         ) from error
-    # Use one file per process, because ranks check the folder at the same time.
+    # Use a different file name in each process, because ranks check the folder at the same time.
     probe = folder / f".posttrain-write-test-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class FolderLock:
         folder: Folder of the run.
 
     Attributes:
-        path: File with information about the owner.
+        path: File that describes the process that holds the lock.
         run: Id of the run (eight hexadecimal digits). A resumed run uses the id in its checkpoint.
         held: Whether this object holds the lock.
     """
@@ -87,8 +87,8 @@ class FolderLock:
         self.run = secrets.token_hex(4)
         self.held = False
         self._me = (os.getpid(), socket.gethostname())
-        # On file systems without locks, filelock uses a lock file. It removes this file if the process that created it no
-        # longer exists.
+        # On file systems without locks, filelock uses a lock file. filelock removes this file if the process that created it
+        # no longer exists.
         self._lock = filelock.FileLock(self.path.with_name(GUARD), thread_local=False, is_singleton=True)
 
     def check(self) -> None:
@@ -98,13 +98,14 @@ class FolderLock:
             ConfigError: The folder is in use. The error contains the process, its machine, and the time of its start.
         """
         owner = self._owner()
-        # The lock of this run itself is not an error. All ranks of a run have the same launcher and use the same folder.
+        # A lock that another rank of the same run holds is not an error. All ranks of a run have the same launcher and use
+        # the same folder.
         if owner is not None and (_launcher() is None or owner.get("launcher") != _launcher()):
             self._lock_system(timeout=0)
             self._lock.release()
 
     def acquire(self) -> None:
-        """Acquire the lock. If several processes try at the same time, only one succeeds.
+        """Acquire the lock. If several processes call this method at the same time, only one of them succeeds.
 
         Raises:
             ConfigError: Another running process holds the lock.
@@ -138,7 +139,7 @@ class FolderLock:
             )
 
     def release(self) -> None:
-        """Release the lock if this process still owns it. Repeated calls have no effect."""
+        """Release the lock if this object holds it. Repeated calls have no effect."""
         if not self.held:
             return
         owner = self._owner()
@@ -160,13 +161,13 @@ class FolderLock:
             ) from error
 
     def _owner(self) -> dict[str, Any] | None:
-        """Read the owner from the lock file. Return None if the file is missing or was truncated by a crash."""
+        """Read the description of the lock's owner. Return None if the file is missing or was truncated by a crash."""
         owner = read_json(self.path)
         return owner if {"pid", "host", "since"} <= set(owner) else None
 
 
 def _launcher() -> list[Any] | None:
-    """Return an identifier of a distributed run that is equal on all ranks, or None for a run with one process."""
+    """Return an identifier of a distributed run, which is equal on all ranks. Return None for a run with one process."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return None
     return [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]

@@ -1,5 +1,5 @@
-"""Live display of a run: metrics and a progress bar on a terminal, or a table in a notebook. At the end, a summary is
-printed.
+"""Live display of a run. On a terminal, the display shows metrics and a progress bar. In a notebook, the display shows a
+table. A summary is printed at the end of the run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
-# Metrics to display if the run logs them, in this order. "*" stands for the name of each reward function. All other metrics are
-# only in the HTML report.
+# Metrics that are displayed if the run logs them, in this order, with their labels. "*" stands for the name of each reward
+# function. All other metrics are shown only in the HTML report.
 MAIN: dict[str, str] = {
     "loss": "loss",
     "eval_loss": "held-out loss",
@@ -66,14 +66,15 @@ MAIN: dict[str, str] = {
     "step_time": "seconds per step",
     "num_tokens": "tokens seen",
 }
-# Maximum number of metrics per line. All reward functions together count as one metric, and so do all evaluation sets together.
+# Maximum number of metrics per line. The metrics of all reward functions together are counted as one metric. A metric of
+# several evaluation sets is counted once too.
 COLUMNS = 8
 SILENCE = 30.0  # Without a terminal, the remaining time is printed after this number of seconds without any output.
 ROWS = 40  # Number of latest rows that the table in a notebook shows.
 
 
 def duration(seconds: float) -> str:
-    """Format a duration.
+    """Format a duration in seconds as text.
 
     >>> duration(42.4), duration(600), duration(9000)
     ('42 s', '10 min', '2.5 h')
@@ -88,9 +89,7 @@ def duration(seconds: float) -> str:
 
 
 def shell_command(*words: str) -> str:
-    """Return a `posttrain` command for the shell. The command contains the program's path if the shell would not find
-    the program.
-    """
+    """Return a `posttrain` command for the shell. If the shell would not find `posttrain`, the command contains its path."""
     beside = Path(sys.executable).with_name("posttrain")
     on_path = shutil.which("posttrain")
     name = "posttrain" if on_path and Path(on_path).resolve() == beside.resolve() else str(beside)
@@ -100,9 +99,10 @@ def shell_command(*words: str) -> str:
 
 
 def resume_command() -> str:
-    """Return text that shows how to resume this run: its command with ``--resume_from_checkpoint true``, or a line of Python.
+    """Return the command that resumes this run: its command line with ``--resume_from_checkpoint true``, or a line of
+    Python.
 
-    Secrets are replaced. A shell comment lists the options whose values the user must fill in.
+    Secrets in the command are replaced. A shell comment lists the options whose values the user must fill in.
     """
     program, *words = sys.argv
     if Path(program).name not in ("posttrain", "main.py", "__main__.py") or not words:
@@ -127,10 +127,10 @@ NOISE = 1e-6  # Rounding error in float32 of a loss that is close to 0.
 
 
 def logged_labels(labels: Mapping[str, str], logged: Iterable[str]) -> dict[str, str]:
-    """Replace "*" with the names of the logged reward functions, and add the metrics of named evaluation sets.
+    """Expand "*" in metric names to the names of logged reward functions, and add the metrics of named evaluation sets.
 
     Args:
-        labels: Label of each metric.
+        labels: Labels by metric name.
         logged: Names of logged metrics. An evaluation set is recognized by its metric ``eval_NAME_runtime``.
 
     >>> logged_labels({"loss": "loss", "eval_loss": "held-out loss"}, ["eval_a_loss", "eval_a_runtime", "eval_runtime"])
@@ -155,10 +155,10 @@ def logged_labels(labels: Mapping[str, str], logged: Iterable[str]) -> dict[str,
 
 
 def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines that compare the metrics in `JUDGED` at the start and at the end of a run.
+    """Return lines that compare the values of the metrics in `JUDGED` at the start and at the end of a run.
 
-    The start is the mean of the first tenth of the logged values, and the end is the mean of the last tenth. If the run has
-    a reward, the training loss is omitted, because it then does not show whether the run learned.
+    The start value is the mean of the first tenth of the logged values, and the end value is the mean of the last tenth. If
+    the run logs a reward, the training loss is omitted, because it does not show whether the policy has improved.
 
     >>> learned([{"reward": 0.0, "frac_reward_zero_std": 1.0}] * 2)
     ['reward 0 -> 0: all groups had equal rewards, so nothing was learned from it']
@@ -167,7 +167,7 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     lines, rewarded = [], any("reward" in line for line in history)
     if not any("reward" in line or "loss" in line for line in history):
-        # If no step was logged, use the mean over all steps, which trainers log at the end.
+        # If no step was logged, use the mean loss over all steps, which trainers log at the end.
         means = [float(line["train_loss"]) for line in history if "train_loss" in line]
         lines = [f"loss {mean:.3g} (mean over all steps: no step was logged, see logging_steps)" for mean in means[-1:]]
     labels = logged_labels(
@@ -198,7 +198,9 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _unrewarded(history: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the step since which all rewards are None or NaN. Return None if the last rewards are numbers."""
+    """Return the first step of the final period in which all rewards are None or NaN. Return None if the last rewards are
+    numbers.
+    """
     since = None
     for line in history:
         shares = [float(v) for k, v in line.items() if k.startswith("rewards/") and k.endswith("/applicable")]
@@ -208,7 +210,7 @@ def _unrewarded(history: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _best(args: TrainingArguments, state: TrainerState) -> list[str]:
-    """Return a line with the metric and the checkpoint of the best evaluation, and whether this checkpoint was loaded."""
+    """Return a line about the best evaluation: its metric, its checkpoint, and whether this checkpoint was loaded."""
     if state.best_metric is None or args.metric_for_best_model is None:
         return []
     metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')} {state.best_metric:.4g}"
@@ -219,7 +221,8 @@ def _best(args: TrainingArguments, state: TrainerState) -> list[str]:
 
 
 def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, interrupted: bool) -> list[str]:
-    """Return the lines shown at the end of a run: how it ended, what it learned, the best checkpoint, files, and next commands.
+    """Return the lines that are shown at the end of a run. The lines contain the run's end, metrics, best checkpoint, files,
+    and next commands.
 
     Args:
         args: Training arguments with ``output_dir``.
@@ -238,13 +241,14 @@ def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, int
 
 
 class RichProgressCallback(transformers.TrainerCallback):
-    """Callback that prints a line of metrics at each log. On a terminal, it also shows a progress bar with the remaining time.
+    """Callback that prints a line of metrics at each logging step. On a terminal, it also shows a progress bar with the
+    remaining time.
 
-    In a notebook, it shows a growing table instead. The notebook shows findings in a collapsed section below the table.
+    In a notebook, the callback shows a growing table instead. Findings are shown in a collapsed section below the table.
 
     Args:
-        headline: Names and labels of the metrics to show. None shows the first eight metrics of `MAIN` that the run logs.
-        console: Console for the output. None uses the standard output.
+        headline: Names and labels of the metrics to show. None: the first eight metrics of `MAIN` that the run logs.
+        console: Console for the output. None: the standard output.
     """
 
     def __init__(self, headline: dict[str, str] | None = None, console: Console | None = None) -> None:
@@ -252,7 +256,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         accept_any_character()
         self.console = console or Console(file=sys.stdout)
         self.progress: Progress | None = None
-        # Function that returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces it.
+        # Function that returns whether Ctrl-C or SIGTERM stopped the run. `use_rich_progress` replaces this function.
         self.interrupted: Callable[[], bool] = lambda: False
         self._table: Any = None
         self._rows: list[dict[str, str]] = []
@@ -264,8 +268,8 @@ class RichProgressCallback(transformers.TrainerCallback):
         self._started, self._first = time.perf_counter(), state.global_step
         self._said = self._started
         self._rows, self._table = [], None
-        # The remaining time is computed here, because rich estimates it only from the last 30 seconds, but a step can take
-        # minutes.
+        # The callback computes the remaining time itself. rich would estimate it only from the last 30 seconds, but a step
+        # can take minutes.
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
         left = TextColumn("left {task.fields[left]}")
         hidden = in_notebook() or not self.console.is_terminal
@@ -278,7 +282,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         return duration((time.perf_counter() - self._started) / max(done, 1) * (total - done))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Advance the progress bar. If there is no bar, print the remaining time after `SILENCE` seconds without output."""
+        """Advance the progress bar. Without a progress bar, print the remaining time after `SILENCE` seconds without output."""
         if self.progress is None:
             return
         self.progress.update(self.task, completed=state.global_step, left=self._left(state))
@@ -287,7 +291,7 @@ class RichProgressCallback(transformers.TrainerCallback):
             self._print(state, "")
 
     def _print(self, state: TrainerState, numbers: str) -> None:
-        """Print one line, regardless of the console's width."""
+        """Print the step, the metrics and the remaining time as one line, regardless of the console's width."""
         self._said = time.perf_counter()
         step = f"step {state.global_step}/{state.max_steps}"
         self.console.print(
@@ -297,7 +301,7 @@ class RichProgressCallback(transformers.TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **_: Any
     ) -> None:
-        """Print the latest metrics."""
+        """Print the latest metrics, or add them to the notebook's table."""
         logs = logs or {}
         if self.progress is None or "train_runtime" in logs:
             return
@@ -342,7 +346,7 @@ class RichProgressCallback(transformers.TrainerCallback):
                 self.console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
 
     def stop(self) -> None:
-        """Stop the display. This method is also called after an error in training. Repeated calls have no effect."""
+        """Stop the display. The trainer calls this method after an error in training too. Repeated calls have no effect."""
         if self.progress is not None:
             self.progress.stop()
         self.progress = None

@@ -1,5 +1,5 @@
-"""Run record: files with config, metrics and completions of a run. They can be read while the run is active, and after a
-crash.
+"""Run record: files with the config, metrics and completions of a run. The files can be read while the run is active, and
+after a crash.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PACKAGES = ("posttrain", "torch", "transformers", "accelerate", "datasets", "pef
 
 
 def flat(value: object, name: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted names.
+    """Flatten nested mappings to one mapping with dotted names.
 
     >>> flat({"a": {"b": 1}, "c": []})
     {'a.b': 1, 'c': []}
@@ -70,7 +70,7 @@ def describe_run() -> dict[str, Any]:
 
 
 def _command(arguments: list[str]) -> list[str]:
-    """Return the command line with secrets replaced."""
+    """Return the command line. Secrets are replaced."""
     return [Path(arguments[0]).name, *hide_secrets(arguments[1:])] if arguments else []
 
 
@@ -91,7 +91,7 @@ def _hardware() -> dict[str, Any]:
     }
 
 
-@functools.cache  # The result is cached, because reading metadata takes a tenth of the time of a short run.
+@functools.cache  # Cached, because reading metadata takes a tenth of the time of a short run.
 def versions() -> dict[str, str | None]:
     """Return the versions of packages that affect results. The version of a package that is not installed is None."""
     installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
@@ -114,7 +114,7 @@ def _git_commit() -> str | None:
 FILES = (
     "metrics.jsonl", "findings.jsonl", "manifest.json", "data.json", "completions.parquet", "eval_completions.parquet"
 )  # fmt: skip
-SUMMARY = "train_runtime"  # Key that occurs only in the last line that a trainer logs.
+SUMMARY = "train_runtime"  # Metric that occurs only in the last line that a trainer logs.
 PREFIXES = ("", "eval_")  # Prefixes of file names, for training and for evaluation.
 
 
@@ -136,8 +136,8 @@ class RunRecord:
         self._pending: dict[str, list[dict[str, Any]]] = {prefix: [] for prefix in PREFIXES}
         self._unmerged = False
         self._warned = False
-        # Remember now which files of an earlier run exist, because an evaluation before training may append lines of this run
-        # to them.
+        # Record which files of an earlier run exist before anything is written. An evaluation before training may append
+        # lines of this run to these files.
         self._remember_old()
 
     def _remember_old(self) -> None:
@@ -145,12 +145,14 @@ class RunRecord:
         self._old_parts = set(self._parts(*PREFIXES))
 
     def manifest(self, **content: Any) -> None:
-        """Write a description of the run: versions, hardware, command and ``content``. Secrets are replaced."""
+        """Write ``manifest.json``, which describes the run: versions, hardware, command and ``content``. Secrets are
+        replaced.
+        """
         text = json.dumps(_plain(hide_secrets(describe_run() | content)), indent=2, default=str)
         _write_atomically(self.folder / "manifest.json", text + "\n")
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a line ``{"step", "time", ...}``, and wait until it is on disk."""
+        """Append a line ``{"step", "time", ...}`` to ``metrics.jsonl``, and wait until it is on disk."""
         _append(self.metrics_path, {"step": step, "time": round(time.time(), 3), **values})
 
     def finding(self, step: int, finding: Finding) -> None:
@@ -167,7 +169,7 @@ class RunRecord:
         except (
             OSError,
             ValueError,
-        ) as error:  # The run continues without this file, because the report does not need it.
+        ) as error:  # The run can continue, because the report does not need this file.
             self._complain("the first batch", error)
 
     def begin(self, step: int) -> None:
@@ -179,12 +181,12 @@ class RunRecord:
         self._remember_old()
 
     def rewind(self, step: int) -> None:
-        """Remove lines and completions of later steps, because a resumed run repeats these steps."""
+        """Remove metrics, findings and completions of steps after ``step``, because a resumed run repeats these steps."""
         for path in (self.metrics_path, self.folder / "findings.jsonl"):
             if path.is_file():
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 rows = [(line, read_line(line) or {}) for line in lines]
-                # Also remove the summary of the earlier run, because the resumed run has not ended.
+                # Remove the summary of the earlier run too, because the resumed run has not ended.
                 kept = [line for line, row in rows if row.get("step", math.inf) <= step and SUMMARY not in row]
                 _write_atomically(path, "".join(line + "\n" for line in kept))
         for path in self._parts(*PREFIXES):
@@ -215,12 +217,12 @@ class RunRecord:
         logger.warning("%s contains the record of an earlier run, which was moved to %s.", self.folder, aside)
 
     def _parts(self, *prefixes: str) -> list[Path]:
-        """Return the completions files in the order of their steps."""
+        """Return the completions files with one of the prefixes, in the order of their steps."""
         parts = [p for prefix in prefixes for p in self.completions_dir.glob(f"{prefix}completions_*.parquet")]
         return sorted(parts, key=lambda path: (path.name.startswith("eval_"), step_of_part(path)))
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:
-        """Store rows until the next `flush`. Evaluation uses separate files."""
+        """Store rows of completions until the next `flush`. Rows from evaluation are written to separate files."""
         self._pending["eval_" if evaluation else ""] += rows
 
     def flush(self, step: int) -> None:
@@ -232,11 +234,11 @@ class RunRecord:
             path = self.completions_dir / f"{prefix}completions_{step:05d}.parquet"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # The file may already have rows of another evaluation set at the same step.
+                # The file may already contain rows of another evaluation set at the same step.
                 earlier = read_rows(path) if path.is_file() else []
                 write_rows(path, earlier + rows)
                 self._unmerged = True
-            except Exception as error:  # An error while a table is written must not stop training.
+            except Exception as error:  # An error while the table is written must not stop training.
                 self._complain(f"the completions of step {step}", error)
 
     def merge_completions(self) -> None:
@@ -257,14 +259,14 @@ class RunRecord:
 
 
 def _append(path: Path, values: Mapping[str, Any]) -> None:
-    """Append a line of JSON, and wait until it is on disk. A line that can only be written partly is removed."""
+    """Append a line of JSON to a file, and wait until it is on disk. If the line can only be written partly, it is removed."""
     line = (json.dumps(_plain(values), default=str) + "\n").encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         size = file.tell()
         try:
             written = file.write(line)
-            # The call is repeated until the whole line is written, because a single call may write only a part of it.
+            # Repeat the call until the whole line is written, because a single call may write only a part of the line.
             while written < len(line):
                 written += file.write(line[written:])
             os.fsync(file.fileno())
@@ -300,7 +302,7 @@ def _plain(value: object) -> Any:
 
 
 def step_of_part(path: Path) -> int:
-    """Return the optimizer step in the name of a completions file, or 0 for other names."""
+    """Return the optimizer step in the name of a completions file. Return 0 for names without a step."""
     number = path.stem.rsplit("_", 1)[-1]
     return int(number) if number.isdigit() else 0
 
@@ -317,16 +319,16 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.record = RunRecord(args.output_dir or ".")
         self.lock = FolderLock(self.record.folder)
         self.args, self.tokenizer = args, tokenizer
-        # Functions that are called with rows of completions.
+        # Functions that are called with rows of completions and a bool: whether the rows come from evaluation.
         self.listeners: list[Callable[[list[dict[str, Any]], bool], None]] = []
-        # Function that returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces it.
+        # Function that returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces this function.
         self.interrupted: Callable[[], bool] = lambda: False
         self._step = 0
-        # Findings that were reported before the folder was locked. None after the folder is locked.
+        # Findings that were reported before the folder was locked. None once the folder is locked.
         self._findings: list[Finding] | None = []
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:
-        """Store rows of completions (see `RunRecord.add_completions`), and pass them to the listeners."""
+        """Pass rows of completions to the run record (`RunRecord.add_completions`) and to the listeners."""
         if self.args.process_index == 0:
             self.record.add_completions(rows, evaluation=evaluation)
             for listener in self.listeners:
@@ -338,7 +340,9 @@ class RunRecordCallback(transformers.TrainerCallback):
             self.record.data(describe())
 
     def add_findings(self, findings: Iterable[Finding]) -> None:
-        """Record findings with the current step. Only the main process writes, because all ranks have the same findings."""
+        """Record findings with the current step. Only the main process writes them, because all ranks have the same
+        findings.
+        """
         for finding in findings if self.args.process_index == 0 else ():
             if self._findings is None:
                 self.record.finding(self._step, finding)
@@ -372,19 +376,19 @@ class RunRecordCallback(transformers.TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **_: Any
     ) -> None:
-        """Write one line of metrics and one file of completions."""
+        """Write one line of metrics, and one file with the completions since the last logging step."""
         if state.is_world_process_zero:
             self.record.metrics(state.global_step, {"epoch": state.epoch, **(logs or {})})
             self.record.flush(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Update the merged table at each checkpoint."""
+        """Update the merged completions files at each checkpoint."""
         if state.is_world_process_zero:
             self.record.flush(state.global_step)
             self.record.merge_completions()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write everything to disk, and record an interruption."""
+        """Write all remaining data to disk. If the run was interrupted, record the step in the manifest."""
         self._step = state.global_step
         if state.is_world_process_zero and self.interrupted():
             path = self.record.folder / "manifest.json"
@@ -392,8 +396,8 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.stop()
 
     def stop(self) -> None:
-        """Write everything to disk and unlock the folder. This method is also called after an error. Repeated calls
-        have no effect.
+        """Write all remaining data to disk and unlock the folder. The trainer calls this method after an error too. Repeated
+        calls have no effect.
         """
         if self.args.process_index == 0:
             self.record.flush(self._step)

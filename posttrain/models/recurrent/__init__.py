@@ -1,1 +1,1 @@
-"""Recurrent layers of hybrid models on packed prefix trees: chunks, scans, and the table of functions that are replaced."""
+"""Recurrent layers of hybrid models on packed prefix trees: chunks, scans, and the table of replaced functions."""

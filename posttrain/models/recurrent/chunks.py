@@ -1,8 +1,8 @@
 """Chunk layout of packed prefix trees for recurrent layers: `Chunks`, `chunks_of` and `predecessors`.
 
 The rows of a batch are concatenated along the token axis, and each segment is split into chunks of `SIZE` tokens. The
-parent of a chunk is the chunk before it in its segment, or the last chunk of the parent segment. Products inside chunks
-are computed for all chunks together. Only states are computed sequentially, in one step per depth of the tree.
+parent of a chunk is the chunk before it in its segment, or the last chunk of the parent segment. Products inside chunks are
+computed for all chunks together. Only the recurrent states are computed sequentially, in one step per depth.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SIZE = 32
 
 
 class Chunks(NamedTuple):
-    """Layout of tokens in chunks, ordered by depth.
+    """Layout that assigns the tokens of a batch to chunks. Chunks are ordered by depth.
 
     Attributes:
-        tokens: ``(N, C)`` flat index of each token. Positions of a chunk without a token have the number of tokens as
-            index.
-        places: ``(tokens,)`` index of each token in ``tokens.flatten()``. For padding, it is ``N * C``.
-        levels: For each depth, the slice of its chunks.
-        parents: For each depth after the first, ``(n,)`` index of each chunk's parent within the previous depth.
+        tokens: ``(N, C)`` flat index of the token at each position of each chunk. At positions without a token, the index is
+            the total number of tokens.
+        places: ``(tokens,)`` index of each token in ``tokens.flatten()``. For padding, the index is ``N * C``.
+        levels: For each depth, the slice of the chunks at this depth.
+        parents: For each depth after the first, the ``(n,)`` indices of the chunks' parents within the previous depth.
         ends: ``(segments,)`` index of the last chunk of the path that ends with each segment.
     """
 
@@ -41,7 +41,7 @@ class Chunks(NamedTuple):
         return _rows(x, self.tokens.flatten()).view(*self.tokens.shape, *x.shape[1:])
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Rearrange N chunks of C values, ``(N, C, ...)``, to ``(tokens, ...)``. This inverts `gather`; padding is 0."""
+        """Rearrange ``(N, C, ...)`` values of chunks to ``(tokens, ...)``. This method inverts `gather`. Padding is 0."""
         return _rows(x.flatten(0, 1), self.places)
 
 
@@ -60,10 +60,11 @@ def chunks_of(segments: Sequence[Segment], shape: torch.Size, device: torch.devi
     """
     rows, width = shape
     count = rows * width
-    # For each depth, a list with one entry per chunk: first token, number of tokens, and index of the parent in the previous
+    # For each depth, one entry per chunk: its first token, its number of tokens, and the index of its parent in the previous
     # depth.
     levels: list[list[tuple[int, int, int]]] = []
-    # For each segment, depth and index of its last chunk. For an empty segment, they are those of the chunk before it.
+    # For each segment, the depth and the index of its last chunk. For an empty segment, depth and index are those of the
+    # preceding chunk.
     last: list[tuple[int, int]] = []
     for one in segments:
         depth, parent = last[one.parent] if one.parent >= 0 else (-1, 0)
@@ -87,8 +88,8 @@ def chunks_of(segments: Sequence[Segment], shape: torch.Size, device: torch.devi
 
 
 def predecessors(segments: Sequence[Segment], shape: torch.Size, device: torch.device, count: int) -> list[Tensor]:
-    """Return, for each token, the flat indices of the tokens that are 0, 1, ..., ``count - 1`` positions before it on
-    its path.
+    """Return the flat indices of each token's predecessors on its path: the tokens 0, 1, ..., ``count - 1`` positions before
+    it.
 
     Args:
         segments: Packed prefix trees in depth-first order.
@@ -97,7 +98,8 @@ def predecessors(segments: Sequence[Segment], shape: torch.Size, device: torch.d
         count: Number of indices per token.
 
     Returns:
-        ``count`` tensors ``(B * T + 1,)``. For padding, and before the first token of a tree, the index is ``B * T``.
+        List of ``count`` tensors ``(B * T + 1,)``. The index is ``B * T`` for padding, and for predecessors before the first
+        token of a tree.
     """
     rows, width = shape
     none = rows * width

@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, before: list[Tensor]) -> Tensor:
-    """Convolve each channel with its own kernel. The inputs of a token are the token itself and the tokens before it on
+    """Convolve each channel with its own kernel. The output at a token depends on the token and the K - 1 tokens before it on
     its path.
 
     Args:
         x: ``(B, D, T)`` inputs.
         weight: ``(D, K)`` kernels. The last entry applies to the token itself.
         bias: ``(D,)``. None: no bias.
-        before: Flat indices of the K input tokens; see `posttrain.models.recurrent.chunks.predecessors`.
+        before: Flat indices of the K inputs of each output; see `posttrain.models.recurrent.chunks.predecessors`.
 
     Returns:
-        ``(B, D, T)``. Before the first token of a tree, inputs are 0.
+        ``(B, D, T)`` outputs. Inputs before the first token of a tree are 0.
     """
     rows, channels, width = x.shape
     flat = x.transpose(1, 2).reshape(rows * width, channels)

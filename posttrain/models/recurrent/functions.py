@@ -1,4 +1,4 @@
-"""Replacements of transformers' functions for recurrent layers. They support packed prefix trees and sampling.
+"""Replacements of transformers' functions for recurrent layers that support packed prefix trees and sampling.
 
 The first argument of each function is an object that computes convolutions and recurrences (`Paths`): `Trees` in
 training, `States` in sampling. All other arguments are those of transformers. The functions are short convolution
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 
 class Paths(Protocol):
-    """Object that computes convolutions and recurrences along sequences."""
+    """Interface of objects that compute convolutions and recurrences along sequences."""
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
     def scan(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor: ...
@@ -69,8 +69,8 @@ def kimi_delta_attention(
 
 
 def _normalized(query: Tensor, key: Tensor, normalizes: bool) -> tuple[Tensor, Tensor]:
-    """Return queries divided by the square root of the head size, and keys, in float32 or float64. With ``normalizes``,
-    both are L2-normalized first.
+    """Divide queries by the square root of the head size. Return queries and keys in float32 or float64. With ``normalizes``,
+    both are first L2-normalized.
     """
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     q, k = query.to(wide), key.to(wide)
@@ -96,14 +96,14 @@ def state_space(
     """Compute the state space model of ``(B, T, heads, d)`` hidden states along each path, in float32 like transformers."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    # Call the method float() instead of casting, because some tests replace it to compute in float64.
+    # Call the method float() instead of to(), because some tests replace float() to compute in float64.
     x, dt = hidden_states.float(), dt.float()
     out = paths.scan(C, B, x * dt[..., None], A * dt, None)
     return out if D is None else out + D[:, None] * x
 
 
 def no_fused_kernel(paths: Paths, *args: Any, **kwargs: Any) -> None:
-    """Return None, which makes the layer call the functions above instead of a fused kernel."""
+    """Return None, so that the layer calls the separate functions instead of a fused kernel."""
 
 
 def lightning_attention(
@@ -111,8 +111,8 @@ def lightning_attention(
 ) -> tuple[Tensor, None]:
     """Compute a whole layer of MiniMax for ``(B, T, H)`` hidden states along each path.
 
-    The modeling file of this layer has no separate function for the recurrence. Decays are computed from the slopes in
-    float32, because the layer's own buffers of decays are cast to half precision together with the weights.
+    The whole layer is replaced, because its modeling file has no separate function for the recurrence. Decays are computed
+    from the slopes in float32. The layer's own buffers of decays are cast to half precision together with the weights.
     """
     heads, size = layer.num_attention_heads, layer.head_dim
     states = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * size))

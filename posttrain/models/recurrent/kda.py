@@ -37,12 +37,12 @@ def kda(
         log_decay: ``(B, T, H, dk)`` logs of decays, at most 0.
         beta: ``(B, T, H)`` step sizes.
         chunks: Layout of the batch.
-        initial: ``(S, H, dk, dv)`` states from which sequences continue. With initial states, each segment of
-            ``chunks`` is one sequence.
+        initial: ``(S, H, dk, dv)`` states from which S sequences continue. If it is set, each segment of ``chunks`` is one
+            sequence. None: all states start at 0.
 
     Returns:
-        ``(B, T, H, dv)`` in float32, or in float64 if ``v`` is float64, zero for padding. With ``initial``, the states after
-        each sequence are returned too.
+        Outputs ``(B, T, H, dv)`` in float32, or in float64 if ``v`` is float64, zero for padding. The second result contains
+        the states after each sequence, or None without ``initial``.
     """
     shape, wide = v.shape, torch.float64 if v.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""Linear recurrences over the chunks of packed prefix trees, with gradients (`scan`) or from given states (`scan_from`).
+"""Linear recurrences over the chunks of packed prefix trees, with gradients (`scan`) or from initial states (`scan_from`).
 
 Per head, with decay ``a_t = exp(g_t)``, state ``S`` ``(dk, dv)``, keys ``k``, queries ``q`` and values ``v``:
 
@@ -13,8 +13,9 @@ Inside a chunk that starts with state ``S``, with ``gam = cumsum(g)``, ``e = exp
     O = e (Q S) + (Q K^T * D) U
     S' = e_C S + K^T (exp(gam_C - gam) U)
 
-The backward pass recomputes D, the products and M^-1 from the inputs. The gradient of a log decay is computed as a sum over the
-pairs of tokens between which it is, and not as a difference of two sums, because these cancel each other if decay is strong.
+The backward pass recomputes D, the products and M^-1 from the inputs. The gradient of a log decay is computed as a sum over
+all pairs of tokens between which the decay is applied. A difference of two sums would be less precise, because the two sums
+cancel under strong decay.
 
 References: Gated Delta Networks, arXiv:2412.06464; Mamba-2 (SSD), arXiv:2405.21060; Lightning Attention-2, arXiv:2401.04658.
 """
@@ -40,7 +41,7 @@ def scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None
         k: ``(B, T, G, dk)`` keys.
         v: ``(B, T, H, dv)`` values. H is a multiple of G.
         log_decay: ``(B, T, H)`` logs of decays, at most 0.
-        beta: ``(B, T, H)`` step sizes of the gated delta rule. None computes the state space without delta rule.
+        beta: ``(B, T, H)`` step sizes of the gated delta rule. None: the state space recurrence without delta rule.
         chunks: Layout of the batch.
 
     Returns:
@@ -57,8 +58,9 @@ def scan_from(
 ) -> tuple[Tensor, Tensor]:
     """Compute a linear recurrence of sequences that continue from given states, without gradients.
 
-    ``initial`` contains the states ``(S, G, dk, r, dv)`` of S sequences, with ``r = H / G``. Every segment of ``chunks`` is a
-    sequence. `scan` describes the other arguments, which have the same dtype. Final states are returned too.
+    ``initial`` contains the states ``(S, G, dk, r, dv)`` of S sequences, with ``r = H / G``. Every segment of ``chunks`` is
+    one sequence. The other arguments are those of `scan` and must have the dtype of ``initial``. The function returns the
+    outputs and the final states.
     """
     x = _inside(q, k, v, log_decay, beta, chunks)
     out, states, updates = _through(x, chunks, initial)
@@ -88,7 +90,7 @@ def _outer(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _Inside(NamedTuple):
-    """Tensors of all chunks that a scan computes before states are known, see the module's docstring."""
+    """Tensors of all chunks that do not depend on recurrent states. The module's docstring defines the tensors."""
 
     q: Tensor  # (N, G, C, dk)
     k: Tensor
@@ -129,7 +131,7 @@ def _inside(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | N
 
 
 def _through(x: _Inside, chunks: Chunks, initial: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs, states before each chunk, and updates (U in the module's docstring) of all chunks."""
+    """Return the outputs of all chunks, the states before each chunk, and the updates (U in the module's docstring)."""
     count, groups, _, repeats, size = x.v.shape
     states = x.v.new_zeros(count, groups, x.k.shape[-1], repeats, size)
     if initial is not None:
@@ -148,7 +150,7 @@ def _through(x: _Inside, chunks: Chunks, initial: Tensor | None = None) -> tuple
 
 
 class _Scan(torch.autograd.Function):
-    """See the module."""
+    """Autograd function of `scan`; see the module's docstring."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""`States`: recurrent layers in sampling. Each sequence continues from the states of earlier passes."""
+"""Recurrent layers during sampling (`States`). Each sequence continues from the states of earlier forward passes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from posttrain.types import Segment
 
 
 class States:
-    """Convolutions and recurrences of a pass of the sampler. Each row is one sequence, and there are no gradients.
+    """Convolutions and recurrences of a forward pass during sampling. Each row is one sequence, and no gradients are
+    computed.
 
     Args:
-        tensors: States ``(rows, ...)`` in the order in which layers use them. A state is the last inputs of a
-            convolution, or the matrix of a recurrence. If the list is empty, states start at 0 and are appended to it.
-            The pass changes states in place. If states have more rows than the pass, their first rows are used.
-        lengths: Number of tokens of each row. Columns after them are padding. None: each row has one token.
+        tensors: States ``(rows, ...)`` in the order in which layers use them. A state is the last inputs of a convolution, or
+            the matrix of a recurrence. If the list is empty, states start at 0 and are appended to the list. The pass changes
+            states in place. If states have more rows than the pass, the first rows are used.
+        lengths: Number of tokens of each row. Later columns of a row are padding. None: each row has one token.
     """
 
     def __init__(self, tensors: list[Tensor], lengths: Sequence[int] | None = None) -> None:
@@ -32,7 +33,7 @@ class States:
         self._columns: dict[int, Tensor] = {}
 
     def _next(self, like: Tensor, *shape: int) -> Tensor:
-        """Return the state of the next layer. If there is none yet, create it with zeros."""
+        """Return the state of the next layer. If the layer has no state yet, create a state of zeros."""
         if self._used == len(self.tensors):
             self.tensors.append(like.new_zeros(shape))
         self._used += 1
@@ -53,7 +54,7 @@ class States:
         return out if bias is None else out + bias[:, None]
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
-        """Return the outputs of a linear recurrence, see `posttrain.models.recurrent.scan`."""
+        """Compute a linear recurrence and return its outputs; see `posttrain.models.recurrent.scan`."""
         q, k, v, log_decay, beta = _wide(q, k, v, log_decay, beta)
         groups, repeats = q.shape[2], v.shape[2] // q.shape[2]
         state = self._next(v, len(v), groups, k.shape[3], repeats, v.shape[3])
@@ -66,7 +67,7 @@ class States:
             return out
 
     def kda(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-        """Return the outputs of Kimi delta attention, see `posttrain.models.recurrent.kda`."""
+        """Compute Kimi delta attention and return its outputs; see `posttrain.models.recurrent.kda`."""
         q, k, v, log_decay, beta = _wide(q, k, v, log_decay, beta)
         state = self._next(v, len(v), k.shape[2], k.shape[3], 1, v.shape[3])
         with torch.autocast(q.device.type, enabled=False):
@@ -78,8 +79,8 @@ class States:
             return out
 
     def _ends(self, count: int, device: torch.device) -> Tensor:
-        """Return the columns ``(rows, count)`` of the last inputs of each row. The first ``count`` columns are earlier
-        inputs.
+        """Return the ``(rows, count)`` column indices of the last ``count`` inputs of each row. Columns 0 to ``count - 1``
+        contain inputs of earlier passes.
         """
         if count not in self._columns:
             assert self.lengths is not None
@@ -97,7 +98,7 @@ class States:
 
 
 def _wide(*tensors: Any) -> list[Any]:
-    """Cast tensors to float32. If the values are float64, cast to float64."""
+    """Cast tensors to float32, or to float64 if the third tensor is float64."""
     wide = torch.float64 if tensors[2].dtype == torch.float64 else torch.float32
     return [x if x is None else x.to(wide) for x in tensors]
 

@@ -1,10 +1,10 @@
-"""Replaces functions in transformers' modeling files, for prefix trees and sampling: `install`, `uninstall` and
-`replaced`.
+"""Replacement of the recurrent functions in transformers' modeling files, for prefix trees and sampling: `install`,
+`uninstall` and `replaced`.
 
-transformers has no registry for these functions, so they are replaced in the modeling files. Two arguments of the
-model's call reach them through the layers: ``forest`` for packed prefix trees, and ``recurrent_states`` for sampling
-(`posttrain.models.recurrent.states`). Calls without these arguments run the original function. Projections, norms and
-gates are not changed.
+transformers has no registry for the functions of recurrent layers, so they are replaced in the modeling files. Two arguments
+of the model's call reach the functions through the layers: ``forest`` for packed prefix trees, and ``recurrent_states`` for
+sampling (`posttrain.models.recurrent.states`). Calls without these arguments run the original function. Projections, norms
+and gates are not changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ STATE_SPACE = {
     "mamba2_split_conv1d_scan_combined": functions.no_fused_kernel,
 }
 KIMI = {**CONVOLUTION, "chunk_kimi_delta_attention": functions.kimi_delta_attention}
-# Maps the folder of each modeling file to the functions in it that mix tokens by other means than attention.
+# Map from the folder of each modeling file to the functions in the file that mix tokens without attention, and their
+# replacements.
 FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
@@ -49,29 +50,29 @@ FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "bailing_hybrid": KIMI,
     "minimax": {"MiniMaxLightningAttention.forward": functions.lightning_attention},
 }
-KINDS = ("linear_attention", "conv")  # Types of recurrent layers for which a model creates a mask.
+KINDS = ("linear_attention", "conv")  # Types of recurrent layers for which models create a mask.
 # Arguments by which optional kernels separate the sequences of a packed row.
 PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
 
 def replaced(model: nn.Module) -> str:
-    """Return the name of the model's modeling file if all of its recurrent functions can be replaced. Otherwise, return ""."""
+    """Return the name of the model's modeling file if all recurrent functions in it can be replaced. Otherwise, return ""."""
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model
     file = type(decoder).__module__
     library, _, rest = file.partition(".models.")
     if library != "transformers" or rest.split(".")[0] not in FAMILIES:
         return ""
-    # Check the functions themselves. In other versions of transformers, a function may be missing or have other arguments.
+    # Check the functions themselves, because other versions of transformers may lack a function or have other arguments.
     found = all(callable(getattr(holder, last, None)) for holder, last in _places(file).values())
     return file if found and _passes_arguments(file) else ""
 
 
 @functools.cache
 def _passes_arguments(file: str) -> bool:
-    """Return whether all methods of a modeling file that call its recurrent functions accept any keyword argument.
+    """Return whether all methods that call a modeling file's recurrent functions accept arbitrary keyword arguments.
 
-    The methods of LFM2 in transformers 5.17 to 5.19 do not, so that ``forest`` and ``recurrent_states`` would be
-    silently ignored.
+    The methods of LFM2 in transformers 5.17 to 5.19 accept only some keyword arguments, so ``forest`` and
+    ``recurrent_states`` would be silently ignored.
     """
     classes = [one for one in vars(sys.modules[file]).values() if isinstance(one, type) and one.__module__ == file]
     methods = [inspect.unwrap(method) for one in classes for method in vars(one).values() if inspect.isfunction(method)]
@@ -104,7 +105,9 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _places(file: str) -> dict[str, tuple[Any, str]]:
-    """Map each function of a modeling file to the module or class that contains it, and to its name there."""
+    """Map each recurrent function of a modeling file to the module or class that contains it, and to its name in that
+    object.
+    """
     found = {}
     for name in FAMILIES[file.split(".")[2]] if file else ():
         holder, _, last = name.rpartition(".")

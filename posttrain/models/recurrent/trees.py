@@ -17,14 +17,14 @@ class Trees:
     """Convolutions and recurrences along every path of packed prefix trees, with gradients.
 
     Args:
-        forest: The trees. The chunk layout is stored in this object, so that it is computed once for all layers.
+        forest: The prefix trees. The chunk layout is cached in ``forest``, so that it is computed once for all layers.
     """
 
     def __init__(self, forest: Forest) -> None:
         self.forest = forest
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the convolution of ``(B, D, T)`` inputs with a kernel ``(D, K)``, see `short_convolution`."""
+        """Return the convolution of ``(B, D, T)`` inputs with a kernel ``(D, K)``; see `short_convolution`."""
         batch, count = self.forest.batch, weight.shape[1]
         key = ("before", count, x.device)
         shape = batch.input_ids.shape
@@ -32,11 +32,11 @@ class Trees:
         return short_convolution(x.to(weight.dtype), weight, bias, before)
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
-        """Return the outputs of `posttrain.models.recurrent.scan.scan`."""
+        """Compute a linear recurrence along each path; see `posttrain.models.recurrent.scan.scan`."""
         return scan(q, k, v, log_decay, beta, self._chunks(q.device, chunks.SIZE))
 
     def kda(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-        """Return the outputs of `posttrain.models.recurrent.kda.kda`."""
+        """Compute Kimi delta attention along each path; see `posttrain.models.recurrent.kda.kda`."""
         return kda(q, k, v, log_decay, beta, self._chunks(q.device, KDA_SIZE))[0]
 
     def _chunks(self, device: torch.device, size: int) -> chunks.Chunks:

@@ -1,4 +1,4 @@
-"""Jinja templates of the model card and of the notebook display. All values are escaped."""
+"""Jinja templates of the model card and of the notebook display. All inserted values are escaped."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TEMPLATES = Path(__file__).parent
 
 @cache
 def environment(folder: Path = TEMPLATES) -> jinja2.Environment:
-    """Return the Jinja environment of a folder of templates. The environment escapes values, and shows invisible
-    characters as codes.
+    """Return the Jinja environment of a folder of templates. The environment escapes inserted values and replaces invisible
+    characters with their codes.
     """
 
     def escaped(value: object) -> Any:
