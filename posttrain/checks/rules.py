@@ -36,7 +36,7 @@ DRIFT_STEPS = 50  # Window for measuring the growth of the mismatch, in optimize
 DRIFT, DRIFT_GROWTH, DRIFT_ALONE = 0.1, 1.5, 0.5
 UNPAIRED = 0.5  # Maximum share of answer bytes without alignment between two tokenizers.
 DISCARDED = 0.3  # Maximum share of discarded rollouts.
-SINKING = 5  # Consecutive decreases of both rewards that cause a finding.
+SINKING = 5  # Consecutive decreases of the two rewards that cause a finding.
 SATURATED = 10.0  # Reward margin above which the loss is saturated.
 # EVALUATIONS: number of consecutive evaluations with an accuracy below BACKWARDS that cause a finding.
 EVALUATIONS, BACKWARDS = 3, 0.45

@@ -198,7 +198,7 @@ class WeightSync:
                 if not engine.capabilities.main_process_only:
                     return [engine.generate(requests, sampling) for requests, sampling in batches]
                 return self._request_on_main(batches)
-            # All processes raise this error, because each process receives the errors of the others.
+            # All processes raise this error, because each process receives the errors of all processes.
             except WeightSyncError as error:
                 if tried == self.retries:
                     raise

@@ -227,7 +227,7 @@ class DPO(AnswerMethod[DPOConfig]):
     def knows_gradient(self, batch: Batch) -> bool:
         """Return True if the batch has one pair and the loss depends only on the margin of the pair.
 
-        The gradients with respect to the log-probs of both answers are then known up to one common factor.
+        The gradients with respect to the log-probs of the two answers are then known up to one common factor.
         """
         cfg = self.cfg
         of_margin = len(cfg.loss_type) == 1 and DPO_LOSSES[cfg.loss_type[0]].of_margin

@@ -65,8 +65,8 @@ class KTOConfig(PictureConfig, ComparedConfig):
 def partners(rows: Sequence[Row]) -> list[int | None]:
     """Return the index of another row with a different prompt for each row, or None if there is no such row.
 
-    All rows get the row that is k positions earlier, with the smallest k that gives every row a different prompt. If there
-    is no such k, a partner is searched for each row separately.
+    All rows get the row that is k positions earlier, with the smallest k that gives every row a different prompt. If k
+    does not exist, a partner is searched for each row separately.
     """
     n = len(rows)
     prompts = [tuple(row.prompt_ids) for row in rows]

@@ -723,7 +723,7 @@ class DistillationTrainer(OnlineTrainer):
             teacher_logits: Logits ``(B, T, V)`` of the teacher.
             labels: Labels ``(B, T)``. Positions with the label -100 are excluded. None: no position is excluded.
             beta: Parameter of the divergence; see `posttrain.losses.distillation.divergence`.
-            temperature: Temperature that divides the logits of both models.
+            temperature: Temperature that divides the logits of the two models.
             reduction: ``batchmean`` (mean over positions with labels, or over B without labels), ``sum``, ``mean`` (mean
                 over all elements) or ``none``.
             num_items_in_batch: Number that divides the sum. It overrides ``reduction``. None: ``reduction`` is used.
@@ -746,7 +746,7 @@ class DistillationTrainer(OnlineTrainer):
         return jsd.sum() if reduction == "sum" else jsd.mean() if reduction == "mean" else jsd
 
     def _check_own_divergence(self) -> None:
-        """Raise an error if `generalized_jsd_loss` is overridden, but the loss does not compare full logits of both models."""
+        """Raise an error if `generalized_jsd_loss` is overridden, but the loss does not compare full logits of two models."""
         owner, axes = user_override(type(self), "generalized_jsd_loss"), self.axes
         self._own_divergence = None if owner is None else self.generalized_jsd_loss
         exact = (axes.support, axes.estimator, axes.prefix) == ("full", "exact", None)
@@ -801,8 +801,8 @@ class DistillationTrainer(OnlineTrainer):
         return True
 
     def never_written(self, vision: Media, width: int) -> Tensor | None:
-        """Return the ids of image placeholders and markers below ``width``, which are never sampled. Return None if there
-        are no images.
+        """Return the ids of image placeholders and markers below ``width``, which are never sampled. Without images,
+        return None.
         """
         return None if vision.reader is None else torch.tensor(vision.reader.never(width), device=self.args.device)
 

@@ -92,8 +92,8 @@ class Axes:
         prefix: Parameters gamma and epsilon of the token weights of IW-OPD. None: all tokens have the same weight.
         reduction: How the loss is averaged. ``token``: over all tokens. ``sequence_token``: over the tokens of each
             sequence, then over sequences. ``active``: like ``sequence_token``, but only over sequences that have a teacher.
-        is_clip: Maximum importance weight of a token. Importance weights correct for samples of older weights. None: there
-            are no importance weights.
+        is_clip: Maximum importance weight of a token. Importance weights correct for samples of older weights. With
+            None, all importance weights are 1.
         weight, cross_entropy: Weight of the divergence, and weight of the cross-entropy ``-log q`` of the tokens.
         policy: Weight of an additional GRPO loss. None: there is no GRPO loss.
     """
