@@ -844,7 +844,7 @@ def _give_back(handlers: Mapping[int, Any]) -> None:
 
 @contextlib.contextmanager
 def without_signals() -> Iterator[None]:
-    """Delay the first signal until a model is completely written. A second signal stops the process at once."""
+    """Defer the first signal until a model is completely written. A second signal stops the process at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -871,7 +871,7 @@ def without_signals() -> Iterator[None]:
 
 
 def _leave_terminal(shown: list[int]) -> None:
-    """Redirect the output of a closed terminal to the null device. Otherwise, writing to it would raise an error and end the
+    """Send the output of a closed terminal to the null device. Otherwise, writing to it would raise an error and end the
     run without a checkpoint.
     """
     for number in shown:

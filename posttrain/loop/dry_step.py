@@ -163,7 +163,7 @@ def _dry_pass(run: Run, batch: Batch) -> None:
 
 @contextmanager
 def _untouched(run: Run) -> Iterator[None]:
-    """On exit, restore all state that a forward or backward pass changes."""
+    """Restore all state that a forward or backward pass changes, when the ``with`` block ends."""
     model = run.model
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
@@ -306,7 +306,7 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
 
 
 def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> DryStep | None:
-    """Extrapolate the memory of a step from smaller passes. Return the result only if it is far above the limit. Running
+    """Predict the memory of a step from smaller passes. Return the result only if it is far above the limit. Running
     such a step on a CPU would make the operating system kill the process.
     """
     last = max((step for step in tried if not step.failed), key=lambda step: step.tokens, default=None)

@@ -231,7 +231,7 @@ class ToolLoop:
         return message | ({"tool_call_id": call["id"]} if call.get("id") is not None else {})
 
     def _shortened(self, text: str) -> str:
-        """Shorten a tool result with more than ``max_output_tokens`` tokens by removing its middle."""
+        """Truncate a tool result with more than ``max_output_tokens`` tokens by removing its middle."""
         limit = self.max_output_tokens
         if limit is None or len(ids := self.suffix.plain(text)) <= limit:
             return text

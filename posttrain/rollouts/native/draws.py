@@ -23,8 +23,8 @@ BLOCK = 256
 
 
 def penalize_repetition(logits: Tensor, history: list[list[int]], penalty: float) -> Tensor:
-    """Penalize tokens that occurred in the prompt or the completion. Their positive logits are divided by ``penalty``, and
-    their negative logits are multiplied by it.
+    """Reduce the logits of tokens that occurred in the prompt or the completion. Positive logits are divided by ``penalty``,
+    and negative logits are multiplied by it.
 
     Reference: CTRL, arXiv:1909.05858, section 4.1.
     """
