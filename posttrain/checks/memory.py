@@ -1,4 +1,4 @@
-"""Checks of memory: whether the longest step fits, and how much memory a run uses. `plan` describes a run for the memory
+"""Checks of memory: whether the longest step fits, and how much memory a run uses. `plan` creates the input of the memory
 estimate.
 """
 
@@ -33,35 +33,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Fraction of the free memory that a run may use. The rest is a reserve for errors of the estimate (up to 20 %) and for memory
-# that the allocator cannot use.
+# Fraction of the free memory that a run may use. The rest is a reserve. Estimates can be wrong by up to 20 %, and the
+# allocator cannot use all memory.
 PLANNED_SHARE = 0.9
-# Limits for the peak memory, as fractions of the total memory. If the peak is above FULL_SHARE, longer rows may not fit. If it
-# is below IDLE_SHARE, at least half of the memory is unused.
+# Limits for the peak memory, as fractions of the total memory. Above FULL_SHARE, longer rows may not fit. Below IDLE_SHARE,
+# at least half of the memory is unused.
 FULL_SHARE, IDLE_SHARE = 0.94, 0.5
 # Memory counts as fragmented if more than this fraction of the device's memory is reserved by the allocator but contains no
-# tensor.
+# tensors.
 FRAGMENTED = 0.15
-# Ranks count as unbalanced if the busiest rank computes more than this multiple of the mean number of tokens.
+# Ranks count as unbalanced if the busiest rank has more than this multiple of the mean number of tokens.
 IMBALANCE = 1.25
-# If generation takes more than this fraction of the step time, a finding is reported.
+# A finding is reported if generation takes more than this fraction of the step time.
 GENERATION_SHARE = 0.75
-# Default maximum lengths in tokens, of a row and of a prompt. They apply if neither the data nor the config gives a length.
+# Default maximum length of a row and of a prompt, in tokens. They apply if data and config give no length.
 ASSUMED_ROW, ASSUMED_PROMPT = 1024, 256
 
 
 def check_estimate(
     components: Mapping[str, int], available: int, *, total: int, where: str, fixes: Sequence[str] = ()
 ) -> Finding | None:
-    """Return a finding if the estimated memory exceeds the available memory, else None. The finding is an error if not even the
-    weights and optimizer states fit, so that a smaller batch size or length could not help.
+    """Return a finding if the estimated memory exceeds the available memory. Otherwise return None. If weights and optimizer
+    states alone do not fit, the finding is an error, because a smaller batch size or length would not help.
 
     Args:
-        components: Estimated bytes at the peak, by component (weights, gradients, activations, ...).
+        components: Estimated bytes of each component (weights, gradients, activations, ...) at the peak.
         available: Bytes available to this process.
         total: Bytes of the device.
-        where: Name of the device, for messages.
-        fixes: Possible fixes, best first.
+        where: Name of the device in messages.
+        fixes: Possible fixes, best one first.
     """
     peak = sum(components.values())
     largest = sorted(components.items(), key=lambda item: -item[1])
@@ -92,13 +92,13 @@ def check_estimate(
 def check_dry_step(
     needed: int, available: int, *, tokens: int, where: str, failed: bool, divisible: bool = True
 ) -> Finding | None:
-    """Return a finding if the dry step ran out of memory, or needed more memory than a run may use. Else return None.
+    """Return a finding if the dry step ran out of memory, or needed more than the planned share. Otherwise return None.
 
     Args:
-        needed: Peak memory in bytes, including the optimizer states that the first update will add.
+        needed: Peak memory in bytes. It includes the optimizer states that the first update will add.
         available: Bytes available to this process.
         tokens: Number of tokens of the largest micro-batch.
-        where: Name of the device, for messages.
+        where: Name of the device in messages.
         failed: Whether the step ran out of memory.
         divisible: Whether training can split a micro-batch that does not fit.
     """
@@ -123,21 +123,21 @@ def check_dry_step(
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements of memory and speed over some steps of a run.
+    """Measured memory and speed over some steps of a run.
 
     Attributes:
         step: Number of optimizer steps so far.
         peak, total: Peak memory in use, and total memory of the device, in bytes.
-        reserved, allocated: Bytes reserved by the allocator, and bytes in tensors. 0 on a CPU.
+        reserved, allocated: Bytes reserved by the allocator, and bytes in tensors. They are 0 on a CPU.
         batch, accumulation: ``per_device_train_batch_size`` and ``gradient_accumulation_steps``.
         pass_tokens, row_tokens: Number of tokens of the largest micro-batch, and maximum number of tokens of a row.
-        standing: Bytes of weights, gradients and optimizer states, which do not depend on the batch size.
-        longest_seen, longest: Tokens of the longest row trained so far, and of the longest row of the data (0 if unknown).
-        tokens_per_second: Number of tokens per second without padding, over all processes.
+        standing: Bytes of weights, gradients and optimizer states. They do not depend on the batch size.
+        longest_seen, longest: Tokens of the longest trained row so far, and of the longest row of the data. 0 means unknown.
+        tokens_per_second: Number of tokens per second over all processes, without padding.
         mfu: Model FLOPS utilization in percent, or None if it is unknown.
-        imbalance: Number of tokens of the busiest process divided by the mean over processes. Durations cannot be used, because
-            all processes wait for the slowest one.
-        generation: Share of the time spent on generation, or None for methods that do not sample.
+        imbalance: Number of tokens of the busiest process, divided by the mean over processes. Durations do not show
+            imbalance, because all processes wait for the slowest one.
+        generation: Share of the time spent on generation. It is None for methods that do not sample.
         checkpointing: Whether activations are recomputed.
     """
 
@@ -161,8 +161,8 @@ class Profile:
 
 
 def check_profile(seen: Profile) -> Iterator[Finding]:
-    """Find memory that is nearly full, mostly unused or fragmented, ranks with unequal numbers of tokens, and steps that
-    spend most of their time on generation.
+    """Find problems in a profile. There are five kinds: nearly full memory, unused memory, fragmented memory, unbalanced
+    ranks and slow generation.
     """
     here, share, wasted = f"step {seen.step}", seen.peak / max(seen.total, 1), seen.reserved - seen.allocated
     peak = f"peak memory {gib(seen.peak)} of {gib(seen.total)} ({100 * share:.0f} %) after {seen.step} steps"
@@ -175,7 +175,7 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
             f"set max_row_tokens={max(seen.pass_tokens // 2, 1)}, kept_layers=0 or a smaller max_length. `posttrain estimate` "
             "shows how much memory each setting saves.",
         )  # fmt: skip
-    # This finding does not apply to CPUs: their allocator reserves no memory, and larger micro-batches are not faster there.
+    # On CPUs, this finding does not apply: the allocator reserves no memory, and larger micro-batches are not faster.
     elif share < IDLE_SHARE and seen.reserved and (advice := _larger_passes(seen)):
         why = "each micro-batch has a fixed cost, so larger micro-batches take less time per token."
         yield finding("PT-M005", "info", f"{peak}.", here, why, advice)
@@ -203,11 +203,11 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
 
 
 def _larger_passes(seen: Profile) -> str:
-    """Return advice to use larger micro-batches, or an empty string if nothing larger fits. If micro-batches reach
-    ``max_row_tokens``, the advice is to increase it, else to increase the batch size.
+    """Return advice to use larger micro-batches. If none fit, return an empty string. If micro-batches reach
+    ``max_row_tokens``, the advice is to increase it. Otherwise the advice is to increase the batch size.
     """
     factor = min(max((PLANNED_SHARE * seen.total - seen.standing) / max(seen.peak - seen.standing, 1), 1.0), 64.0)
-    # Reduce the factor, to leave memory for rows that are longer than any row so far.
+    # Reduce the factor, to reserve memory for rows that are longer than all rows so far.
     factor /= max(seen.longest / max(seen.longest_seen, 1), 1.0)
     advice = (
         ["gradient_checkpointing=False (or a larger kept_layers) avoids recomputation"] if seen.checkpointing else []
@@ -226,15 +226,16 @@ def _larger_passes(seen: Profile) -> str:
 
 
 def batch_sizes(batch: int, accumulation: int) -> list[int]:
-    """Return all batch sizes per device that divide the effective batch size, so that it can stay the same."""
+    """Return all batch sizes per device that divide the effective batch size. With each of them, it can stay the same."""
     whole = batch * accumulation
     return [size for size in range(1, whole + 1) if whole % size == 0]
 
 
 def larger_batch(batch: int, accumulation: int, factor: float) -> tuple[int, int] | None:
-    """Return a larger batch size with its accumulation steps, for the same effective batch size, or None.
+    """Return a larger batch size and its accumulation steps. The effective batch size stays the same. If none fits, return
+    None.
 
-    The result is the largest batch size of at most ``factor`` times ``batch``.
+    The result is the largest batch size that is at most ``factor`` times ``batch``.
 
     >>> larger_batch(4, 8, 2.5), larger_batch(4, 1, 8.0)
     ((8, 4), None)
@@ -245,7 +246,7 @@ def larger_batch(batch: int, accumulation: int, factor: float) -> tuple[int, int
 
 @dataclass(frozen=True)
 class Lengths:
-    """Number of tokens of the longest prompt and of the longest completion, and the source of these numbers."""
+    """Number of tokens of the longest prompt and of the longest completion, and the source of the numbers."""
 
     prompt: int
     completion: int
@@ -261,7 +262,7 @@ def _compares(traits: Traits, args: PostTrainingConfig) -> bool:
 
 
 def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
-    """Return the maximum lengths that the config allows. Used if there is no data.
+    """Return the maximum lengths that the config allows. They apply if there is no data.
 
     Args:
         traits: Traits of the method.
@@ -283,8 +284,8 @@ def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
 
 
 def group_sizes(args: PostTrainingConfig, size: int) -> list[int]:
-    """Split a micro-batch of ``size`` completions into groups of the same prompt, and return the sizes of the groups. Only
-    for methods that sample.
+    """Split a micro-batch of ``size`` completions into groups with the same prompt. Return the sizes of the groups. Only
+    methods that sample use this function.
     """
     size *= int(args.train_batch_size) // int(args.per_device_train_batch_size) // max(args.n_gpu, 1) or 1
     group = min(int(args.num_generations), size)
@@ -292,14 +293,14 @@ def group_sizes(args: PostTrainingConfig, size: int) -> list[int]:
 
 
 def _longest_rows(traits: Traits, args: PostTrainingConfig, lengths: Lengths, size: int) -> list[Row]:
-    """Return a micro-batch of one process in which all rows have the maximum length. All token ids are 0."""
+    """Return one process's micro-batch of rows that all have the maximum length. All token ids are 0."""
     counts = group_sizes(args, size) if traits.samples else [traits.answers] * size
     answer = [0] * max(lengths.completion, 1)
     return [Row([0] * lengths.prompt, [answer] * count, [[1] * len(answer)] * count) for count in counts]
 
 
 def _layout(args: PostTrainingConfig, config: Any, device: str) -> Layout:
-    """Return the layout that the trainer will use, assuming that the model supports tree attention."""
+    """Return the layout that the trainer will use. Assume that the model supports tree attention."""
     from posttrain.models.attention import layout_for
 
     backend = (args.model_init_kwargs or {}).get("attn_implementation")
@@ -330,22 +331,23 @@ def plan(
     pixels: Callable[[int], dict[str, torch.Tensor]] | None = None,
     model: nn.Module | None = None,
 ) -> Workload:
-    """Create the `Workload` of one process of this run, which is the input of `estimate_memory`.
+    """Create the `Workload` of one process of this run. It is the input of `estimate_memory`.
 
     Args:
-        method: The algorithm, with its config.
-        model_config: Configuration of the policy.
-        lengths: Lengths of the longest prompt and completion. None uses the maximum lengths that the config allows.
+        method: The method, with its config.
+        model_config: Config of the policy.
+        lengths: Lengths of the longest prompt and completion. None means the maximum lengths that the config allows.
         peft_config: Config of the trained adapter.
-        parts: Configurations of other models: ``reward_model``, ``value_model`` and ``teacher``.
+        parts: Configs of other models: ``reward_model``, ``value_model`` and ``teacher``.
         device: ``cpu`` or ``cuda``.
-        process: Bytes used by the interpreter and its libraries.
+        process: Bytes that the interpreter and its libraries use.
         processes: Number of ranks.
-        zero_stage: ZeRO stage, if the launcher has not started the ranks yet. 0 uses the config and the environment.
-        batch_size: Batch size. None uses the config's.
-        bits: Bits per quantized weight, including scales (see `posttrain.models.quantised.weight_bits`). None uses the configs.
-        pixels: Function that prepares the images of N copies of the longest row. None if rows contain only text.
-        model: The policy, if it is loaded. The weights of a loaded model already have their final dtype.
+        zero_stage: ZeRO stage for estimates before the ranks start. 0 means that config and environment decide.
+        batch_size: Batch size. None means the batch size of the config.
+        bits: Bits per quantized weight, with scales (see `posttrain.models.quantised.weight_bits`). None means the bits of
+            the configs.
+        pixels: Function that prepares the images of N copies of the longest row. It is None if rows contain only text.
+        model: The policy, if it is loaded. Weights of a loaded model already have their final dtype.
     """
     from posttrain.data.forest import collate
     from posttrain.models.memory import recomputes
@@ -389,7 +391,7 @@ def plan(
 
 
 def _kind(traits: Traits, args: PostTrainingConfig, *, images: bool) -> dict[str, Any]:
-    """Return the properties of the policy in the memory estimate that depend on the method and its config."""
+    """Return the properties of the policy in the estimate that depend on the method and its config."""
     kind = "causal" if traits.generative else "sequence"
     return {"kind": kind, "freeze_vision": args.freeze_vision, "images": images}
 
@@ -408,12 +410,12 @@ def _trees(batch: Batch) -> int:
 
 
 def _dtype(args: PostTrainingConfig, config: Any, model: nn.Module | None = None) -> Any:
-    """Return the dtype of most weights of a loaded model, or the dtype in which the model will be loaded."""
+    """Return the dtype of most weights of a loaded model. If no model is loaded, return the dtype for loading it."""
     from posttrain.models.memory_estimate import named_dtype
 
     counts: Counter[torch.dtype] = Counter()
     for parameter in () if model is None else model.parameters():
-        # Quantized weights are packed into one-byte dtypes, which are not the dtype of the computation.
+        # Quantized weights are packed into one-byte dtypes. Such a dtype is not the dtype of the computation.
         counts[parameter.dtype] += parameter.numel() if parameter.is_floating_point() and parameter.itemsize > 1 else 0
     if counts.total():
         return counts.most_common(1)[0][0]
@@ -424,22 +426,20 @@ def _dtype(args: PostTrainingConfig, config: Any, model: nn.Module | None = None
 
 
 def _packing(args: PostTrainingConfig, config: PretrainedConfig) -> Any:
-    """Return the `quantization_config` of the run's arguments or of the checkpoint, or None."""
+    """Return the `quantization_config` in the run's arguments or in the checkpoint. If there is none, return None."""
     from posttrain.models.quantised import packing_of
 
     return (args.model_init_kwargs or {}).get("quantization_config") or packing_of(config)
 
 
 def _autocast(args: PostTrainingConfig, dtype: Any) -> Any:
-    """Return the dtype of the computation if it differs from the dtype of the weights, else None."""
+    """Return the dtype of the computation if it differs from the dtype of the weights. Otherwise return None."""
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     return half if half is not dtype else None
 
 
 def _generating(traits: Traits, args: PostTrainingConfig, lengths: Lengths, device: str) -> Generating | None:
-    """Return the largest generation call of an engine in this process. Return None if no engine generates in this
-    process.
-    """
+    """Return the largest generation call of an engine in this process. If no engine generates in this process, return None."""
     from posttrain.models.memory_estimate import Generating
 
     if not traits.samples or traits.workers_sample:
@@ -457,7 +457,7 @@ def _generating(traits: Traits, args: PostTrainingConfig, lengths: Lengths, devi
 
 
 def _shards(args: PostTrainingConfig, processes: int, stage: int = 0) -> Shards:
-    """Return how ZeRO or FSDP shards the model, based on the config or on the variables of ``accelerate launch``."""
+    """Return how ZeRO or FSDP shards the model. Read the config, or the variables of ``accelerate launch``."""
     from posttrain.models.memory_estimate import Shards
 
     stage = stage if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)
@@ -473,10 +473,10 @@ def _shards(args: PostTrainingConfig, processes: int, stage: int = 0) -> Shards:
 
 
 def compare_weights(context: Context, has: Available) -> Finding | None:
-    """Compare the memory of weights and optimizer states of a fully trained model with the total memory.
+    """Compare the memory for weights and optimizer states of a fully trained model with the total memory.
 
     Args:
-        context: Context of the run, whose model is not loaded yet.
+        context: Context of the run. The model is not loaded yet.
         has: Memory of the device.
     """
     from posttrain.models.memory_estimate import Part, Shadow, optimizer_bytes
@@ -496,7 +496,7 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
 
     Args:
         context: Context of the run.
-        method: The algorithm, with its config.
+        method: The method, with its config.
         has: Free memory.
     """
     from posttrain.models.heads import adapters_of
@@ -507,9 +507,9 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
     loaded = [] if model is None else list(model.parameters())
     weights = sum(parameter.nbytes for parameter in loaded)
     if args.device.type == "cpu" and loaded:
-        # Weights that are already in memory are counted as free, because the estimate includes them.
+        # Loaded weights count as free memory, because the estimate includes them.
         process = max(in_use("cpu") - weights, 0)
-    # The model may have been passed with its adapter already added.
+    # The model may already contain its adapter.
     adapter = context.peft_config or next(iter(adapters_of(model).values()), None)
     work = plan(
         method, context.model_config, lengths=longest_of(context.rows, method.traits, args), peft_config=adapter,
@@ -522,7 +522,7 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
         logger.warning("%s", error)
         return None
     if loaded and work.shards.weights == 1:
-        # Use the actual sizes of the loaded parameters, which account for quantization and frozen weights.
+        # The sizes of the loaded parameters take quantization and frozen weights into account.
         trained = [(p.numel(), p.nbytes) for p in loaded if p.requires_grad]
         states = optimizer_bytes(args.optim, trained) // work.shards.optimizer
         estimate = replace(estimate, standing={**estimate.standing, "weights": weights, "optimizer states": states})
@@ -536,7 +536,7 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
 
 
 def longest_of(rows: Sequence[Row], traits: Traits, args: PostTrainingConfig) -> Lengths:
-    """Return the lengths of the longest row. For completions that are sampled later, use the config's maximum length."""
+    """Return the lengths of the longest row. If completions are sampled later, the config gives their maximum length."""
     known = assumed_lengths(traits, args)
     if not rows:
         return known

@@ -1,5 +1,5 @@
-"""Checks of preference pairs: flipped or contradictory labels, and differences between chosen and rejected answers that are
-not related to quality.
+"""Checks of preference pairs: flipped or contradictory labels, and differences between the two answers that are not related
+to quality.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ JUDGED_CODES = ("PT-D026",)
 PAIR_TEXT_CODES = ("PT-D033", "PT-D034", "PT-D035")
 AGREEMENT_CODES = ("PT-D036",)
 
-# Findings with a percentage need at least this number of pairs.
+# Minimum number of pairs for findings with a percentage.
 PAIRS_NEEDED = 20
-# A problem is reported if it affects more than this share of the preference pairs. SHARE_LONGER: the same side is longer.
-# SHARE_ENDING: only one side has an end token. CUT_ONE_SIDE: only one side is truncated. SHARE_FLIPPED: the reference prefers
-# the rejected answer.
+# Maximum shares of affected preference pairs. A larger share is reported. SHARE_LONGER: the same side is longer.
+# SHARE_ENDING: only one side has an end token. CUT_ONE_SIDE: only one side is truncated. SHARE_FLIPPED: the reference
+# prefers the rejected answer.
 SHARE_LONGER, SHARE_ENDING, CUT_ONE_SIDE, SHARE_FLIPPED = 0.85, 0.8, 0.05, 0.9
 
 
@@ -45,12 +45,11 @@ SHARE_LONGER, SHARE_ENDING, CUT_ONE_SIDE, SHARE_FLIPPED = 0.85, 0.8, 0.05, 0.9
 
 
 def check_pairs(rows: Sequence[Row], *, limit: int | None = None, stops: Sequence[int] = ()) -> list[Finding]:
-    """Find systematic differences between chosen and rejected answers other than quality: length, truncation and missing end
-        tokens.
+    """Find systematic differences between chosen and rejected answers: length, truncation and missing end tokens.
 
     Args:
-        rows: Tokenized rows. Only rows with two completions are checked, chosen first.
-        limit: ``max_length``, at which answers were truncated.
+        rows: Tokenized rows. Only rows with two completions are checked. The first completion is the chosen one.
+        limit: ``max_length``, the length at which answers were truncated.
         stops: Token ids that end an answer.
     """
     pairs = [row for row in rows if len(row.completions) == 2]
@@ -76,10 +75,10 @@ def _length_bias(rows: Sequence[Row]) -> Iterator[Finding]:
 def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Iterator[Finding]:
     if not stops:
         return
-    # Some templates add one or two line breaks after the end-of-turn token, so search the last three tokens.
+    # Some templates add one or two line breaks after the end-of-turn token. The last three tokens are therefore searched.
     ended = [[not stops.isdisjoint(answer[-3:]) for answer in row.completions] for row in rows]
     odd = [index for index, (a, b) in enumerate(ended) if a != b]
-    # An answer was truncated if it reaches the limit and has no end token.
+    # An answer counts as truncated if it reaches the limit and has no end token.
     cut = [
         i for i in odd if limit and len(rows[i].prompt_ids) + len(rows[i].completions[ended[i].index(False)]) >= limit
     ]
@@ -105,7 +104,7 @@ def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int
 
 
 def check_judged(rows: Sequence[Row]) -> Finding | None:
-    """Find answers that are labeled both good and bad, in rows with one completion and a ``label``.
+    """Find answers that are labeled both good and bad. Rows have one completion and a ``label``.
 
     >>> rows = [Row([1], [[2]], [[1]], {"label": [label]}) for label in (1.0, 0.0)]
     >>> finding = check_judged(rows)
@@ -129,13 +128,13 @@ def check_judged(rows: Sequence[Row]) -> Finding | None:
     )
 
 
-# Names under which public datasets store their prompts.
+# Names of prompt columns in public datasets.
 PROMPT_NAMES = ("question", "query", "instruction", "input", "problem", "user", "prompts", "prompt_text")
 
 
 @probe("data", "PT-D037")
 def prompt_left_over(context: Context) -> Iterator[Finding]:
-    """Find text pairs without a prompt column in a dataset with another column that looks like the prompt."""
+    """Find a column that looks like the prompt, in a dataset of text pairs without a prompt column."""
     names = {name.casefold(): name for name in known_columns(context.train_dataset)}
     found = next((names[name] for name in PROMPT_NAMES if name in names), None)
     if found is None or "prompt" in names or not {"chosen", "rejected"} <= set(names):
@@ -155,22 +154,22 @@ def prompt_left_over(context: Context) -> Iterator[Finding]:
 
 # Pairs as text -------------------------------------------------------------------------------------------------------
 
-# Names of score columns, with the side as a prefix or suffix: chosen_score, score_chosen, ...
+# Names of score columns. The side is a prefix or suffix: chosen_score, score_chosen, ...
 SCORES = ("score", "rating", "reward", "score_overall")
-# NEAR_DIFFERENCE: maximum difference of nearly equal texts, as a share of the longer text. NEAR_SHARE: share of nearly equal
-# pairs that is normal in real datasets.
+# NEAR_DIFFERENCE: maximum difference of nearly equal texts, as a share of the longer text. NEAR_SHARE: normal share of
+# nearly equal pairs in real datasets.
 NEAR_DIFFERENCE, NEAR_SHARE = 0.02, 0.001
 
 
 @dataclass
 class PairScan:
-    """Suspicious pairs of a dataset, found by comparing the texts of all pairs.
+    """Suspicious pairs of a dataset. A comparison of all pairs' texts finds them.
 
     Attributes:
         total: Number of pairs.
-        suspects: Maps the number of each suspicious row to the first reason.
+        suspects: First reason for each suspicious row. The key is the row's number.
         swapped: Rows whose pair also occurs with chosen and rejected swapped.
-        contradicted: Rows in which the rejected answer has the higher score.
+        contradicted: Rows whose rejected answer has the higher score.
         near: Rows whose answers are nearly equal.
         repeated: Number of pairs that repeat an earlier pair, in the same order or swapped.
         scored: Number of pairs with scores.
@@ -185,7 +184,8 @@ class PairScan:
     scored: int = 0
 
     def flip_rate(self) -> tuple[float, float] | None:
-        """Return a lower and an upper estimate of the fraction of flipped labels, or None if no labels appear to be flipped.
+        """Return a lower and an upper estimate of the fraction of flipped labels. If no labels seem to be flipped, return
+        None.
 
         If each label is flipped with probability p, two labels of the same pair disagree with probability 2 p (1 - p).
         """
@@ -198,7 +198,7 @@ class PairScan:
         return (min(estimates), max(estimates)) if estimates else None
 
     def findings(self) -> list[Finding]:
-        """Return the findings about all pairs."""
+        """Return findings about all pairs."""
         rate = self.flip_rate()
         smoothing = f"label_smoothing={rate[1]:.2f}" if rate else "label_smoothing near the fraction of flipped labels"
         estimate = f" Estimated flip rate {_span(*rate)}." if rate else ""
@@ -231,7 +231,7 @@ def _span(low: float, high: float) -> str:
 
 
 def score_columns(columns: Iterable[str]) -> tuple[str, str] | None:
-    """Return the names of the columns with the scores of chosen and rejected, or None if there are none.
+    """Return the names of the score columns of chosen and rejected answers. If there are none, return None.
 
     >>> score_columns(["chosen", "rejected", "score_chosen", "score_rejected"])
     ('score_chosen', 'score_rejected')
@@ -246,11 +246,11 @@ def score_columns(columns: Iterable[str]) -> tuple[str, str] | None:
 
 
 def scan_pairs(rows: Iterable[Mapping[str, Any]], scores: tuple[str, str] | None = None) -> PairScan:
-    """Scan all pairs for swapped duplicates, for scores that contradict the labels, and for nearly equal answers.
+    """Find swapped duplicates, scores that contradict the labels, and nearly equal answers among all pairs.
 
     Args:
         rows: Rows with ``chosen`` and ``rejected``, and optionally ``prompt``.
-        scores: Names of the columns with the scores of chosen and rejected.
+        scores: Names of the score columns of chosen and rejected answers.
 
     >>> scan_pairs([{"chosen": "a", "rejected": "b"}, {"chosen": "b", "rejected": "a"}]).swapped
     [0, 1]
@@ -313,26 +313,24 @@ def nearly_equal(first: str, second: str, share: float = NEAR_DIFFERENCE) -> boo
 
 # Policy, reference and judge, before and during training ---------------------------------------------------------------
 
-# TOLERANCE: maximum difference between policy and reference at the start, in nats per token.
-# Precomputed log-probs come from batches of a different shape, so they differ from the policy's log-probs by rounding errors.
-# On a 135M model in bfloat16, the maximum difference was 0.063 nats per token (for short answers), and 0.0085 in the first
-# loss. The tolerances below are about two and four times these values. A reference with different weights exceeds the tolerance
-# per token. A reference in a different precision exceeds the tolerance of the loss (by 0.055 in a test).
+# Maximum difference between policy and reference at the start, in nats per token. Precomputed log-probs have other rounding
+# errors, because they come from batches of a different shape. On a 135M model in bfloat16, the maximum difference was 0.063
+# nats per token for short answers. The first loss differed by up to 0.0085. The tolerances below are about two and four
+# times these values. A reference with different weights exceeds the tolerance per token. A reference in a different
+# precision exceeds the tolerance of the loss: in a test, the loss differed by 0.055.
 TOLERANCE = {"float32": 1e-3, "half": 0.15}
 LOSS_OFF = {"float32": 0.02, "half": 0.04}  # Maximum difference of the first sigmoid loss from ln 2.
 
 
 def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, given: bool = False) -> Finding | None:
-    """Check that policy and reference are equal before the first update. The log-ratio should be 0, and the sigmoid loss should
-        be ln 2.
+    """Check that policy and reference are equal before the first update. The log-ratio should be 0, and the sigmoid loss ln
+    2.
 
     Args:
-        gap: Maximum absolute log-ratio of a sequence, per token, in nats.
-        half: Whether the run computes in half precision, where the tolerance is larger.
-        loss: The first loss, if the loss is the plain sigmoid loss. Long answers can change this loss even if ``gap``
-            is small.
-        given: Whether the user passed the reference model. With a reference model of the user, a difference may be
-            intended.
+        gap: Maximum absolute log-ratio per token of a sequence, in nats.
+        half: Whether the run computes in half precision. The tolerance is then larger.
+        loss: The first loss, if it is the plain sigmoid loss. Long answers can change this loss even if ``gap`` is small.
+        given: Whether the user passed the reference model. A difference may then be intended.
     """
     precision = "half" if half else "float32"
     tolerance = TOLERANCE[precision]
@@ -353,7 +351,7 @@ def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, giv
 
 
 def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float]) -> Finding | None:
-    """Check whether the reference prefers nearly all rejected answers, based on summed log-probs. Labels may be flipped."""
+    """Check whether the reference gives higher summed log-probs to nearly all rejected answers. Labels may be flipped."""
     if len(chosen) < PAIRS_NEEDED:
         return None
     share = sum(r > c for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
@@ -370,8 +368,7 @@ def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float
 
 
 # Two human annotators prefer the same answer in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs (arXiv:2203.02155,
-# section 3.4). If a reward model agrees with the labels in a smaller fraction than AGREES, it uses other criteria than
-# annotators, or the labels are wrong.
+# section 3.4). Below AGREES, the labels are wrong, or the reward model uses other criteria than annotators.
 AGREES, INVERTED = 0.55, 0.45
 
 
@@ -379,7 +376,7 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
     """Compute how often a reward model prefers the chosen answer. A tie counts as half an agreement.
 
     Args:
-        scores: Scores of the chosen and the rejected answer, by number of the pair.
+        scores: Scores of the chosen and the rejected answer. The key is the number of the pair.
         model: Name of the reward model.
 
     >>> finding = check_agreement({0: (1.0, 0.0), 1: (2.0, 0.5)}, "judge")
@@ -390,7 +387,7 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
         return None
     agree = sum((good > bad) + (good == bad) / 2 for good, bad in scores.values())
     share = agree / len(scores)
-    # Twice the standard error of the agreement rate of a judge that chooses at random.
+    # Twice the standard error of the agreement rate of a random judge.
     noise = 2 * math.sqrt(0.25 / len(scores))
     why = "it agrees with the labels."
     if share < min(INVERTED, 0.5 - noise):
@@ -410,8 +407,8 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
 
 # Checks of a run's pairs ----------------------------------------------------------------------------------------
 
-# PAIRS_JUDGED: maximum number of pairs that the reward model scores. EXCERPT: maximum length of a text in suspect_pairs.jsonl,
-# in characters.
+# PAIRS_JUDGED: maximum number of pairs that the reward model scores. EXCERPT: maximum number of characters of a text in
+# suspect_pairs.jsonl.
 PAIRS_JUDGED, EXCERPT = 512, 200
 # Row number, prompt, chosen answer and rejected answer of a pair.
 Pair = tuple[int, Any, Any, Any]
@@ -421,12 +418,12 @@ class PairWatch:
     """Checks of a run's pairs: agreement of a reward model with the labels, and equality of policy and reference.
 
     Args:
-        args: The method's config (`AnswerConfig`).
-        checks: Checks of the run, through which findings are reported.
+        args: Config of the method (`AnswerConfig`).
+        checks: Checks of the run. They report the findings.
         tokenizer: Tokenizer of the policy.
         branches: Columns with the answers.
         compared: Whether the loss compares policy and reference.
-        given: Whether the user passed the reference model. If not, the reference is a copy of the policy.
+        given: Whether the user passed the reference model. Otherwise the reference is a copy of the policy.
     """
 
     def __init__(
@@ -446,7 +443,7 @@ class PairWatch:
     # Agreement with a reward model ------------------------------------------------------------------------------------
 
     def agreement(self, raw: object, accelerator: Accelerator) -> None:
-        """Score up to 512 pairs with the reward model in ``pair_reward_model``. Every rank must call this."""
+        """Score up to 512 pairs with the reward model in ``pair_reward_model``. All ranks must call this method."""
         if self.args.pair_reward_model is None or not self.checks.preflight.active:
             return
         pairs = list(itertools.islice(self._text_pairs(raw), PAIRS_JUDGED))
@@ -462,7 +459,7 @@ class PairWatch:
             note_suspects(self.args.output_dir, reason, [row for row in rows if row["row"] in against])
 
     def _text_pairs(self, raw: object) -> Iterator[Pair]:
-        """Yield raw pairs: evenly spaced over a dataset, or the first pairs of a stream."""
+        """Yield raw pairs. They are evenly spaced over a dataset. From a stream, the first pairs are taken."""
         from posttrain.data.preference import maybe_extract_prompt
 
         if not {"chosen", "rejected"} <= set(raw.column_names or ()):
@@ -502,9 +499,9 @@ class PairWatch:
 
         Args:
             batch: The first micro-batch.
-            log_ratio: Function that returns the log-ratios ``(S,)`` of policy to reference, summed as in the loss.
+            log_ratio: Function that returns the log-ratios ``(S,)`` of policy and reference. They are summed as in the loss.
             half: Whether the policy computes in half precision.
-            loss: The mean loss, if the loss must be ln 2 before the first update. Otherwise None.
+            loss: Mean loss, if it must be ln 2 before the first update. Otherwise None.
         """
         if self._begun:
             return

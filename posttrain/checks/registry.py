@@ -1,7 +1,7 @@
-"""Registry of checks. Every check has a stable code, a name, a moment at which it runs, and a page in the documentation.
+"""Registry of checks. Every check has a fixed code, a name, a moment at which it runs, and a page in the documentation.
 
-A check consists of an entry in the registry (`register`), a function that runs at a moment (`probe`), and the text of its finding
-(`finding`). A new module in this package does not need further registration, because `load` imports all modules.
+A check consists of an entry in the registry (`register`), a function that runs at a moment (`probe`), and the text of its
+finding (`finding`). New modules in this package need no registration, because `load` imports all modules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Severity = Literal["info", "warning", "error"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 CODE = re.compile(r"PT-([A-Z])\d{3}")
 
-# Areas of checks, by the letter after ``PT-`` in the code.
+# Area of a check for each letter after ``PT-`` in its code.
 AREAS = {
     "C": "configuration",
     "D": "data: rows and pairs",
@@ -57,13 +57,13 @@ class Check:
     """Entry in the registry of checks.
 
     Attributes:
-        code: ``PT-`` with a letter of `AREAS` and three digits. Codes are never reused.
-        name: Name of a few words joined by hyphens. ``silence_findings`` accepts the name or the code.
-        moment: When the check runs.
+        code: ``PT-`` with a letter of `AREAS` and three digits. A code is never reused.
+        name: A few words, joined by hyphens. ``silence_findings`` accepts the name or the code.
+        moment: Moment at which the check runs.
         title: Short description of the problem.
         page: Page of the documentation below ``assumptions/``, such as ``"f"``.
-        fatal: Whether the problem makes training or sampling impossible. A fatal problem is raised as an error where it occurs,
-            and it cannot be silenced.
+        fatal: Whether the problem makes training or sampling impossible. A fatal problem is raised as an error where it
+            occurs. It cannot be silenced.
     """
 
     code: str
@@ -76,22 +76,21 @@ class Check:
 
 @dataclass
 class Context:
-    """Information about a run that checks can read. Fields that are not available yet at the moment of a check are None or
-    empty.
+    """Information about a run for checks. If a value is not available at the moment of a check, the field is None or empty.
 
     Attributes:
-        trainer: The trainer's command name, such as ``"grpo"``.
-        args: The trainer's config.
-        model_config: Configuration of the policy.
+        trainer: Command name of the trainer, such as ``"grpo"``.
+        args: Config of the trainer.
+        model_config: Config of the policy.
         model: The policy, if it is loaded.
         tokenizer: Tokenizer or processor.
         train_dataset, eval_dataset: The raw datasets.
-        rows: A tokenized sample of the training set.
-        sample: The same ``rows``, as a `posttrain.checks.rows.RowSample` with cached results of checks, if available.
-        limit: Maximum length to which ``rows`` were truncated, in tokens.
+        rows: Tokenized sample of the training set.
+        sample: The same ``rows`` as a `posttrain.checks.rows.RowSample` with cached results of checks, if available.
+        limit: Maximum length in tokens to which ``rows`` were truncated.
         peft_config: Config of the trained adapter.
         processes: Number of ranks.
-        parts: Other arguments of the trainer by name (``reward_funcs``, ``teacher_model``, ...).
+        parts: Other arguments of the trainer (``reward_funcs``, ``teacher_model``, ...). The key is the argument's name.
     """
 
     trainer: str
@@ -111,7 +110,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Function that runs some checks at a given moment of a run, on the main process."""
+    """Function that runs some checks on the main process, at a given moment of a run."""
 
     name: str
     moment: Moment
@@ -128,7 +127,7 @@ def register(code: str, name: str, *, moment: Moment, title: str, page: str = ""
     """Add a check to the registry.
 
     Raises:
-        ConfigError: The code does not have the form ``PT-D013``, or the code or the name already exists.
+        ConfigError: The code is not like ``PT-D013``, or the code or the name already exists.
     """
     match = CODE.fullmatch(code)
     if match is None or match[1] not in AREAS:
@@ -145,33 +144,33 @@ def register(code: str, name: str, *, moment: Moment, title: str, page: str = ""
 
 
 def finding(code: str, severity: Severity, what: str, where: str, why: str, fix: str) -> Finding:
-    """Create a finding of a registered check.
+    """Create a finding of a check in the registry.
 
     Args:
         code: Code of the check.
-        severity: ``error`` stops a run, and is used only for settings that cannot be intended. ``warning`` and ``info`` are
+        severity: ``error`` stops a run. It is used only for settings that cannot be intended. ``warning`` and ``info`` are
             logged.
-        what: The problem, including the values.
-        where: Rows, fields, or a step.
-        why: The consequence.
-        fix: What the user should do.
+        what: The problem, with its values.
+        where: Rows, fields or a step.
+        why: Consequence of the problem.
+        fix: Advice for the user.
 
     Raises:
         ConfigError: The code is not registered.
     """
     if code not in REGISTRY:
         raise ConfigError(f"code={code!r} is not registered{did_you_mean(code, REGISTRY)}. Fix: call register() first.")
-    # Escape control characters, because these texts may contain text of dataset rows.
+    # Escape control characters. These texts may contain text of dataset rows.
     return Finding(code, severity, *map(visible, (what, where, why, fix)))
 
 
 def probe(moment: Moment, *codes: str, part: str | None = None) -> Callable[[Callable], Callable]:
-    """Register a function that every trainer and ``posttrain check`` call at a given moment of a run.
+    """Register a function that runs at a given moment of a run. All trainers and ``posttrain check`` call it.
 
     Args:
         moment: ``config`` (before the model is loaded), ``data`` (after the training set is prepared), or ``first_batch``.
         codes: Codes of all findings that the function can return.
-        part: Name of an argument of the trainer (`Context.parts`). The function is called only for runs with this argument.
+        part: Name of an argument of the trainer (`Context.parts`). The function runs only if the run has this argument.
 
     >>> @probe("config", "PT-V001")  # doctest: +SKIP
     ... def versions(context: Context) -> Iterable[Finding]: ...
@@ -207,16 +206,16 @@ def _import_checks() -> None:
 
 
 def load() -> dict[str, Check]:
-    """Import all modules of this package and all registered checks. Return the registry, sorted by code."""
+    """Import all modules of this package, and the checks of plugins. Return the registry, sorted by code."""
     _import_checks()
     return dict(sorted(REGISTRY.items()))
 
 
 def lookup(key: str) -> Check:
-    """Return the check with this code or name. Case is ignored.
+    """Return the check with this code or name. Ignore case.
 
     Raises:
-        ConfigError: There is no such check. The error contains the closest match.
+        ConfigError: No check has this code or name. The error contains the closest match.
     """
     checks = load().values()
     for check in checks:
@@ -228,7 +227,7 @@ def lookup(key: str) -> Check:
     )
 
 
-# Each entry has a check's code, name, moment of the run at which it is made, title and documentation page.
+# Each entry has a check's code, its name, the moment of the run, its title and its documentation page.
 CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-C001", "train-half-precision", "config", "16-bit weights that the learning rate is too small to change", ""),
     ("PT-C004", "train-data-parallel", "config", "several GPUs or processes requested, but only one process runs", ""),
@@ -369,7 +368,7 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-T005", "train-gradient-spikes", "log_step", "steps with a much larger gradient than usual", ""),
 )
 
-# Codes that are raised as errors where the problem occurs, because such rows or models cannot be trained at all.
+# Codes of problems that are raised as errors where they occur. Such rows or models cannot be trained at all.
 FATAL = ("PT-G002", "PT-G004", "PT-G008", "PT-G011", "PT-G013", "PT-G015", "PT-G016")
 
 for code, name, moment, title, page in CODES:
@@ -377,7 +376,7 @@ for code, name, moment, title, page in CODES:
 
 
 MODES = ("error", "warn", "off")
-REPEATED = 100  # A repeated finding is logged at its first occurrence, and then at every 100th occurrence.
+REPEATED = 100  # A finding is logged when it occurs first, and then at every 100th occurrence.
 KEPT = 20  # Maximum number of recorded findings per code. Further findings are only counted.
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.WARNING}
 
@@ -385,13 +384,13 @@ Outcome = Literal["reported", "repeated", "silenced", "off"]
 
 
 def silenced_codes(silence: Mapping[str, str] | None) -> dict[str, str]:
-    """Validate ``silence_findings``, and return a mapping from codes to reasons.
+    """Validate ``silence_findings``. Return the reason for each silenced code.
 
     Args:
-        silence: Reasons by code or name.
+        silence: Reason for each silenced check. The key is the check's code or name.
 
     Raises:
-        ConfigError: A code or a name does not exist or is fatal, or a reason is empty.
+        ConfigError: A code or name does not exist, a check is fatal, or a reason is empty.
 
     >>> silenced_codes({"data-pair-identical": "a control group"})
     {'PT-D013': 'a control group'}
@@ -414,20 +413,21 @@ def silenced_codes(silence: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def describe(finding: Finding) -> str:
-    """Format a finding as one line: code, problem, place, consequence, fix, and the name with which it can be silenced."""
+    """Format a finding as one line: code, problem, location, consequence, fix, and the name for ``silence_findings``."""
     name = f" [{REGISTRY[finding.code].name}]" if finding.code in REGISTRY else ""
     return f"{finding.code}: {finding.what} ({finding.where}): {finding.why} Fix: {finding.fix}{name}"
 
 
 @dataclass
 class Result:
-    """Result of one check in this run.
+    """Result of one check in a run.
 
     Attributes:
         runs: Number of times the check ran.
-        seconds: Duration. If one function implements several checks, they share its duration equally.
-        findings: Findings, and how often each occurred.
-        failed: Error message if the check raised an error.
+        seconds: Duration of the check. If one function implements several checks, each check has an equal part of the
+            duration.
+        findings: Findings with their numbers of occurrences.
+        failed: Error message of the check, if it raised an error.
     """
 
     runs: int = 0
@@ -437,7 +437,7 @@ class Result:
 
     @property
     def outcome(self) -> str:
-        """Outcome: ``nothing found``, ``found``, ``could not look`` or ``not looked for``."""
+        """Outcome of the check: ``found``, ``nothing found``, ``could not look`` or ``not looked for``."""
         if self.findings:
             return "found"
         if self.failed:
@@ -449,8 +449,8 @@ class Preflight:
     """Runs the checks of a run at four moments, and records their results.
 
     Args:
-        mode: ``error`` raises an error for findings of severity error, ``warn`` only logs them, ``off`` runs no checks.
-        silence: Findings that are not logged: reasons by code or name.
+        mode: ``error`` raises an error for findings of severity error. ``warn`` only logs findings. ``off`` runs no checks.
+        silence: Reason for each check whose findings are not logged. The key is the check's code or name.
 
     >>> preflight = Preflight()
     >>> preflight.add(Finding("PT-T002", "warning", "w", "here", "y", "f"))
@@ -468,17 +468,17 @@ class Preflight:
         self.seconds: dict[str, float] = {}
         self.reported: list[Finding] = []
         self.notes: dict[str, Any] = {}  # Additional entries of preflight.json.
-        # Whether the report has changed since the file was last written.
+        # Whether the report has changed since the file was written.
         self.changed = True
 
     @property
     def active(self) -> bool:
-        """Whether any checks run."""
+        """Whether checks run."""
         return self.mode != "off"
 
     @contextmanager
     def record_check(self, moment: Moment, codes: Collection[str]) -> Iterator[None]:
-        """Record the code in a ``with`` block as one execution of the checks with these codes."""
+        """Record the code in a ``with`` block as one run of the checks with these codes."""
         if not self.active:
             yield
             return
@@ -504,8 +504,8 @@ class Preflight:
         return probe.moment == moment and (probe.part is None or context.parts.get(probe.part) is not None)
 
     def run(self, moment: Moment, context: Context) -> list[Finding]:
-        """Run the checks of a given moment and return the findings. If a check itself raises an error, the error is logged.
-        Only a `ConfigError` is raised.
+        """Run the checks of a given moment, and return their findings. If a check itself fails, its error is logged. Only a
+        `PreflightError` or a `ConfigError` is raised.
         """
         findings: list[Finding] = []
         for probe in list(PROBES.values()) if self.active else ():
@@ -524,8 +524,8 @@ class Preflight:
         return findings
 
     def add(self, finding: Finding) -> Outcome:
-        """Record a finding. Return whether it is new, repeated or silenced. The caller uses the result to decide
-        whether to log the finding.
+        """Record a finding. Return whether it is new, repeated or silenced. Based on the result, the caller decides whether
+        to log the finding.
         """
         if not self.active:
             return "off"
@@ -548,17 +548,17 @@ class Preflight:
         return finding.severity == "error" and self.mode == "error" and finding.code not in self.silenced
 
     def report(self, findings: Iterable[Finding | None], *, log: bool = True) -> list[Finding]:
-        """Log each kind of finding the first time, and then every 100th time. Raise an error if some findings are errors.
+        """Log findings. Repeated findings are logged every 100th time. If some findings are errors, raise an error.
 
         Args:
             findings: Findings. None entries are ignored.
-            log: Whether this process logs the findings. False if another process logs them.
+            log: Whether this process logs the findings. It is False if another process logs them.
 
         Returns:
-            The findings that were logged.
+            Findings that were logged.
 
         Raises:
-            PreflightError: There are findings of severity error, and ``mode`` is ``error``. The message lists all of them.
+            PreflightError: Some findings have severity error, and ``mode`` is ``error``. The message lists all of them.
         """
         reported, refused = [], []
         for finding in findings:
@@ -581,7 +581,7 @@ class Preflight:
         checks = load()
         rows = []
         for code in sorted({*self.results, *self.silenced}):
-            # Checks that users define are not in the registry.
+            # The registry does not contain checks that users define.
             check, result = checks.get(code), self.results.get(code, Result())
             row: dict[str, Any] = {
                 "code": code,
@@ -606,7 +606,7 @@ class Preflight:
 
 
 def refusal(findings: Sequence[Finding]) -> PreflightError:
-    """Create the error that stops a run. It lists all findings."""
+    """Create the error that stops a run. Its message lists all findings."""
     listed = describe(findings[0]) if len(findings) == 1 else "".join(f"\n- {describe(f)}" for f in findings)
     first = findings[0].code
     error = PreflightError(

@@ -1,4 +1,4 @@
-"""Checks of the rewards of a generation: their range, their variance within groups, and whether there is a learning signal."""
+"""Checks of the rewards of a generation: their range, their variance within groups, and the learning signal."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ HISTOGRAM_BINS = 8
 
 
 def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool) -> Iterator[Finding]:
-    """Find outliers among the rewards. If advantages are not divided by a standard deviation, also find rewards that are too
-    large.
+    """Find outliers among the rewards. If advantages are not divided by a standard deviation, also find large rewards.
 
     Args:
-        rewards: Rewards of each function in a generation. NaN means that the function did not score the completion.
+        rewards: Rewards of each function in a generation. NaN means that the function did not score a completion.
         scaled: Whether advantages are divided by a standard deviation.
     """
     for name, column in rewards.items():
@@ -64,7 +63,7 @@ def check_clipped(far: int, total: int, largest: float | None = None) -> Finding
     Args:
         far: Number of clipped advantages in a generation.
         total: Number of all advantages.
-        largest: Largest absolute value before clipping, if known.
+        largest: Largest absolute value before clipping, if it is known.
 
     >>> check_clipped(1, 128, 11.2).what
     '1 of 128 advantages were beyond 10 standard deviations (up to 11.2) and were clipped.'
@@ -81,11 +80,11 @@ def check_clipped(far: int, total: int, largest: float | None = None) -> Finding
 
 
 def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:
-    """Return a finding about a length penalty that no completion can reach, or None.
+    """Return a finding about a length penalty that no completion can reach. If completions can reach it, return None.
 
     Args:
         limit: Number of tokens at which the penalty is -1.
-        ramp: Number of tokens before the limit over which the penalty increases.
+        ramp: Number of tokens before the limit in which the penalty increases.
         longest: Maximum number of tokens of a completion.
     """
     if limit <= longest:
@@ -112,8 +111,7 @@ def unreachable_penalties(context: Context) -> Iterable[Finding | None]:
 
 
 def histogram(values: Sequence[float]) -> str:
-    """Return a text with the number of occurrences of each value. If there are many different values, they are counted by
-    range.
+    """Return a text with the number of occurrences of each value. Many different values are counted in ranges.
 
     >>> histogram([0.0, 0.0, 1.0])
     '0: 2, 1: 1'
@@ -130,12 +128,12 @@ def histogram(values: Sequence[float]) -> str:
 
 
 def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GENERATIONS) -> Finding | None:
-    """Return a finding if all advantages were 0 in many consecutive generations, or None.
+    """Return a finding if all advantages were 0 in many consecutive generations. Otherwise return None.
 
     Args:
         flat: Number of consecutive generations without a nonzero advantage.
         rewards: Total rewards of the completions in these generations.
-        limit: Minimum number of generations for a finding. It is 1 if all rewards are 0.
+        limit: Minimum number of generations for a finding. If no reward was computed, one generation is enough.
     """
     unscored = bool(rewards) and all(math.isnan(reward) for reward in rewards)
     if flat < (1 if unscored else limit):
@@ -151,10 +149,9 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
     )
 
 
-# A finding is reported if the standard deviation of one reward function is more than this multiple of the second largest
-# standard deviation.
+# A finding is reported if the standard deviation of one reward function is more than this multiple of the second largest one.
 SPREAD_RATIO = 20.0
-# Names of arguments that every reward function can have, in addition to the dataset's columns.
+# Names of arguments that every reward function can have. Columns of the dataset are additional arguments.
 SUPPLIED = frozenset([*ROWS, "prompt_ids", *TRAINERS_ARGUMENTS])
 
 
@@ -180,7 +177,7 @@ class RunningReward:
     high: float = -math.inf
 
     def add(self, values: Sequence[float]) -> RunningReward:
-        """Return updated statistics that include the rewards of another generation. NaN counts as missing."""
+        """Return statistics that include the rewards of another generation. NaN counts as missing."""
         known = [value for value in values if not math.isnan(value)]
         count, mean, squares = self.count, self.mean, self.squares
         for value in known:
@@ -197,7 +194,7 @@ class RunningReward:
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
     def to_dict(self) -> dict[str, float]:
-        """Return the statistics in a JSON-serializable form."""
+        """Return the statistics as a JSON-serializable dict."""
         if not self.count:
             return {"count": 0, "missing": self.missing}
         numbers = {"mean": self.mean, "std": self.std, "min": self.low, "max": self.high}
@@ -208,8 +205,8 @@ def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[s
     """Find a reward function whose weighted rewards have 20 times the standard deviation of any other function's rewards.
 
     Args:
-        rewards: Statistics by name of the function.
-        weights: Weights by name of the function.
+        rewards: Statistics of each function. The key is the function's name.
+        weights: Weight of each function. The key is the function's name.
     """
     spreads = {
         name: abs(weights.get(name, 1.0)) * running.std for name, running in rewards.items() if running.count > 1
@@ -236,20 +233,20 @@ def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[s
 
 # Findings about one generation, compared with earlier generations ---------------------------------------------------------
 
-# A run has no usable reward if more than UNSCORED_SHARE of the rows have no reward in this number of consecutive batches.
+# A run has no usable reward if more than UNSCORED_SHARE of the rows have no reward in UNSCORED_BATCHES consecutive batches.
 UNSCORED_SHARE, UNSCORED_BATCHES = 0.5, 5
-# The variance share of each reward function is logged after these numbers of generations.
+# Numbers of generations after which the variance share of each reward function is logged.
 GENERATIONS_REPORTED = (1, 10, 100)
-# A group is narrow if the standard deviation of its rewards is below NARROW_SPREAD times that of all rewards. A message is
-# logged if more than NARROW_SHARE of the groups are narrow.
+# A group is narrow if the standard deviation of its rewards is below NARROW_SPREAD times the standard deviation of all
+# rewards. A message is logged if more than NARROW_SHARE of the groups are narrow.
 NARROW_SPREAD, NARROW_SHARE = 1e-3, 0.2
-# GROUPS_NEEDED: minimum number of groups for the message about narrow groups. GROUPS_REMEMBERED: number of latest groups over
-# which the share of narrow groups is computed.
+# GROUPS_NEEDED: minimum number of groups for the message about narrow groups. GROUPS_REMEMBERED: number of newest groups for
+# computing the share of narrow groups.
 GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
 
 
 class Notice(NamedTuple):
-    """Message without a code. A message with a given key is logged at its first and then at every 100th occurrence."""
+    """Message without a code. A message with a given key is logged when it occurs first, and at every 100th occurrence."""
 
     key: str
     text: str
@@ -258,17 +255,18 @@ class Notice(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardHistory:
-    """Statistics of earlier training generations, with which `findings` compares the current one.
+    """Statistics of earlier training generations. `findings` compares the current generation with them.
 
     Attributes:
         generations: Number of generations.
-        unscored: Number of consecutive generations, up to the latest, without any reward.
-        mostly_unscored: Number of consecutive generations, up to the latest, with more than `UNSCORED_SHARE` unscored rows.
+        unscored: Number of consecutive generations without any reward, up to the newest one.
+        mostly_unscored: Number of consecutive generations with more than `UNSCORED_SHARE` unscored rows, up to the newest
+            one.
         running: Statistics of the rewards of each function.
-        flat: Number of consecutive generations, up to the latest, in which all advantages were 0.
+        flat: Number of consecutive generations in which all advantages were 0, up to the newest one.
         flat_rewards: Total rewards of up to `FLAT_GENERATIONS` of these generations.
         totals: Statistics of the total rewards.
-        spreads: Standard deviations of up to `GROUPS_REMEMBERED` latest groups.
+        spreads: Standard deviations of up to `GROUPS_REMEMBERED` newest groups.
     """
 
     generations: int = 0
@@ -282,7 +280,7 @@ class RewardHistory:
 
 
 def extended(history: RewardHistory, table: RewardTable, made: Advantages) -> RewardHistory:
-    """Return the history including one more training generation. ``table`` and ``made`` contain the rows of all ranks."""
+    """Return the history with one more training generation. ``table`` and ``made`` contain the rows of all ranks."""
     columns = zip(table.names, table.values.T.tolist(), strict=True)
     running = {name: history.running.get(name, RunningReward()).add(column) for name, column in columns}
     unscored = float(table.values.isnan().all(-1).float().mean()) if len(table.values) else 0.0
@@ -316,11 +314,12 @@ def findings(
         table: Rewards of all ranks.
         history: Result of `extended` for this generation.
         scaled: Whether advantages are divided by a standard deviation.
-        clipped: Number of clipped advantages, number of advantages, and maximum absolute value before clipping, if known.
+        clipped: Number of clipped advantages, number of all advantages, and maximum absolute value before clipping (if
+            known).
         columns: Names of the dataset columns that functions got.
-        stop_after: Number of consecutive generations without a signal after which the run stops. None never stops a run.
-        min_group_std: Standard deviation below which a group has no advantages. The value is None if groups are not
-            scaled separately.
+        stop_after: Number of consecutive generations without a signal after which the run stops. None: the run never stops.
+        min_group_std: Standard deviation below which a group has no advantages. It is None if groups are not scaled
+            separately.
     """
     if history.mostly_unscored:
         yield from _unscored_generations(table, history, columns)
@@ -350,7 +349,7 @@ def findings(
 def unscored_rows(
     table: RewardTable, groups: Tensor, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]
 ) -> Iterator[Notice]:
-    """Find rows that no function scored, and groups in which a function scored only some of the rows.
+    """Find rows that no function scored. Also find groups in which a function scored only some rows.
 
     Args:
         table: Rewards of all processes.
@@ -368,7 +367,7 @@ def unscored_rows(
         text = f"All reward functions returned None for row {rows[0]} (and {len(rows) - 1} more). Prompt: {prompt}."
         yield Notice("none", f"{text} Its columns: {head(row, 300)}")
     for name, lacks in zip(table.names, missing.unbind(1), strict=True):
-        # If a function scored only some rows of a group, the total rewards within this group are not comparable.
+        # If a function scored only some rows of a group, the group's total rewards are not comparable.
         if partly := len(set(groups[~lacks].tolist()) & set(groups[lacks & ~unscored].tolist())):
             yield Notice(
                 f"partial {name}",
@@ -402,8 +401,8 @@ def _unscored_generations(
 
 
 def _narrow_groups(history: RewardHistory, least: float) -> Notice | None:
-    """Find groups whose rewards have a tiny standard deviation. Division by such a standard deviation would amplify
-    noise to updates of normal size.
+    """Find groups whose rewards have a tiny standard deviation. Division by it would amplify noise to updates of normal
+    size.
     """
     known, whole = len(history.spreads), history.totals.std
     narrow = sum(std > 0 and least <= std < NARROW_SPREAD * whole for std in history.spreads)
@@ -421,7 +420,7 @@ def _narrow_groups(history: RewardHistory, least: float) -> Notice | None:
 
 @probe("data", "PT-R029", part="rewards")
 def columns_of_rewards(context: Context) -> Iterable[Finding]:
-    """Find columns that reward functions require but the dataset lacks. Only `posttrain check` runs this check."""
+    """Find columns that reward functions require and the dataset lacks. Only `posttrain check` runs this check."""
     rewards: Any = context.parts.get("rewards")
     columns = known_columns(context.train_dataset)
     if "run" not in context.parts and columns:
@@ -429,7 +428,7 @@ def columns_of_rewards(context: Context) -> Iterable[Finding]:
 
 
 def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[str]) -> Iterator[Finding]:
-    """Find reward functions that would fail at the first generation because of a missing column.
+    """Find reward functions that would fail at the first generation, because a column is missing.
 
     Args:
         functions: Reward functions by name.
@@ -448,12 +447,12 @@ def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[st
                 )
 
 
-# UNREADABLE_SHARE: maximum share of references that cannot be parsed. ROWS_READ: maximum number of rows that are read.
+# UNREADABLE_SHARE: maximum share of references that cannot be parsed. ROWS_READ: maximum number of rows for the check.
 UNREADABLE_SHARE, ROWS_READ = 0.05, 100_000
 
 
 def reference_column(function: Callable) -> str | None:
-    """Return the column with the references of a reward function of this package, or None for any other function.
+    """Return the column that contains references for a reward function of this package. For other functions, return None.
 
     >>> from posttrain.rewards import accuracy_reward
     >>> reference_column(accuracy_reward)
@@ -468,7 +467,7 @@ def reference_column(function: Callable) -> str | None:
 
 
 def check_references(name: str, column: str, golds: Sequence[Any]) -> Finding | None:
-    """Find references that cannot be parsed. More than 5 % is a warning, and 100 % is an error.
+    """Find references that cannot be parsed. More than 5 % cause a warning, and 100 % cause an error.
 
     Args:
         name: Name of the reward function.
@@ -493,10 +492,10 @@ def check_references(name: str, column: str, golds: Sequence[Any]) -> Finding | 
 
 @probe("data", "PT-R030", part="rewards")
 def references_of_rewards(context: Context) -> Iterable[Finding | None]:
-    """Check the references of each reward function for which the column with the references is known."""
+    """Check the references of each reward function whose reference column is known."""
     rewards: Any = context.parts.get("rewards")
     dataset: Any = context.train_dataset
-    if rewards is None or not hasattr(dataset, "select"):  # Rows of a stream cannot be selected by index.
+    if rewards is None or not hasattr(dataset, "select"):  # Streams have no row indices.
         return
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         column = reference_column(function)

@@ -1,7 +1,7 @@
 """Checks of tokenized rows. A finding contains a code, the affected rows, the consequence, and the fix.
 
-A *sequence* is a prompt with one completion, or only a prompt if completions are sampled later. Findings count rows. Row numbers
-are indices into the list of rows that was passed, unless other numbers are passed.
+A *sequence* is a prompt with one completion, or only a prompt if completions are sampled later. Findings count rows. Row
+numbers are indices into the checked list of rows, unless the caller passes other numbers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from posttrain.types import Finding, Row
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
-ROWS_NAMED = (
-    8  # Maximum number of row numbers that a finding lists. If more rows are affected, only their number is added.
-)
+# Maximum number of row numbers in a finding. Further rows are only counted.
+ROWS_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,11 @@ class TokenSequence:
     """One completion with its prompt.
 
     Attributes:
-        row: Index of the row to which the completion belongs.
+        row: Index of the completion's row.
         completion: Index of the completion in its row, or None if the completion is sampled later.
         ids: Token ids of prompt and completion.
         trained: Whether each token is trained. The first token is never trained, because no token predicts it.
-        start: Index of the first token of the completion. ``len(ids)`` if there is no completion.
+        start: Index of the first token of the completion. It is ``len(ids)`` if there is no completion.
     """
 
     row: int
@@ -52,14 +51,14 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class RowSample:
-    """Rows to check, with cached findings and cached properties of the tokenizer.
+    """Rows to check. Findings and some properties of the tokenizer are cached.
 
     Attributes:
         rows: The rows. They are never changed.
         tokenizer: Tokenizer of the rows.
         limit: Maximum number of tokens to which rows were truncated, or None.
-        numbers: Row numbers for messages. None uses indices.
-        examples: For each code of a finding, the index of an affected row. The checks fill this mapping.
+        numbers: Row numbers for messages. If None, messages contain indices.
+        examples: Index of one affected row for each code. The checks fill this mapping.
     """
 
     rows: Sequence[Row]
@@ -79,7 +78,7 @@ class RowSample:
         """Token ids that end a turn or a text."""
         try:
             return frozenset(terminal_token_ids(self.tokenizer))
-        # The template rejects the conversation that is rendered to find the end-of-turn token.
+        # The template may reject the conversation that is rendered to find the end-of-turn token.
         except PosttrainError:
             eos = self.tokenizer.eos_token_id
             return frozenset() if eos is None else frozenset({int(eos)})
@@ -92,7 +91,7 @@ class RowSample:
 
     @cached_property
     def bos_opens_turns(self) -> bool:
-        """Whether the chat template begins every turn with the bos token, as ChatML does if bos is ``<|im_start|>``."""
+        """Whether the chat template begins every turn with the bos token. ChatML does this if bos is ``<|im_start|>``."""
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         try:
             ids = self.encode(render(self.tokenizer, messages))
@@ -101,7 +100,7 @@ class RowSample:
         return ids.count(self.tokenizer.bos_token_id) > 1
 
     def decode(self, ids: list[int]) -> str:
-        """Decode ids to text, skipping ids outside the vocabulary."""
+        """Decode ids to text. Skip ids outside the vocabulary."""
         size = len(self.tokenizer)
         return self.tokenizer.decode([i for i in ids if 0 <= i < size], skip_special_tokens=False)
 
@@ -116,12 +115,12 @@ class RowSample:
         return self._blank[token]
 
     def cut(self, sequence: TokenSequence) -> bool:
-        """Return whether a sequence reaches the maximum length, which means that it was probably truncated."""
+        """Return whether a sequence has the maximum length. Such a sequence was probably truncated."""
         return self.limit is not None and len(sequence.ids) >= self.limit
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """Findings of all `RULES`, at most one per code, most severe first."""
+        """Findings of all `RULES`, most severe first. There is at most one finding per code."""
         findings = [finding for rule in RULES if (finding := self._finding(rule)) is not None]
         return sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
@@ -160,7 +159,7 @@ def sequences_of(rows: Sequence[Row]) -> list[TokenSequence]:
 
 
 def quantiles(sizes: Iterable[int]) -> dict[str, float]:
-    """Return minimum, median, mean, 95th percentile and maximum of values, or an empty dict if there are no values.
+    """Return minimum, median, mean, 95th percentile and maximum of values. If there are no values, return an empty dict.
 
     >>> quantiles([3, 1, 2])
     {'min': 1, 'median': 2, 'mean': 2.0, 'p95': 3, 'max': 3}
@@ -179,17 +178,17 @@ def count_of(part: int, total: int) -> str:
 
 
 def where(rows: Sequence[int]) -> str:
-    """Format row numbers, e.g. ``"rows 3, 5"``. If there are many, the remaining rows are only counted."""
+    """Format row numbers, e.g. ``"rows 3, 5"``. If there are many rows, list the first ones and count the rest."""
     named = ", ".join(map(str, rows[:ROWS_NAMED]))
     more = f" and {len(rows) - ROWS_NAMED} more" if len(rows) > ROWS_NAMED else ""
     return f"row{'s' if len(rows) > 1 else ''} {named}{more}"
 
 
-# Up to this fraction of the rows, duplicates and identical pairs are only logged at a lower severity, because they are common
-# in real datasets.
+# Up to this fraction of the rows, duplicates and identical pairs have a lower severity, because they are common in real
+# datasets.
 SHARE_OF_NOISE = 0.01
-# To test whether tokens at the end of the prompt merge with the completion, this number of tokens on each side is tokenized
-# again. It is sufficient, because tokenizers merge characters only within a word.
+# Number of tokens before and after the end of the prompt that are tokenized again, to find tokens that merge at this
+# position. A few tokens are enough, because tokenizers merge characters only within a word.
 BOUNDARY_TOKENS = 8
 DAMAGED = re.compile("[\ufffd\ud800-\udfff]")
 
@@ -213,7 +212,7 @@ def _bos_double(sample: RowSample) -> Seen:
 
 
 def _eos_double(sample: RowSample) -> Seen:
-    """Find rows with two eos tokens that have only whitespace between them. A first token that is both bos and eos is
+    """Find rows with two eos tokens and only whitespace between them. If bos and eos are the same token, the first token is
     ignored.
     """
     eos, bos = sample.tokenizer.eos_token_id, sample.tokenizer.bos_token_id
@@ -226,8 +225,8 @@ def _eos_double(sample: RowSample) -> Seen:
 
 
 def _eos_untrained(sample: RowSample) -> Seen:
-    """Find rows whose last trained token (apart from whitespace) is not an end token, so the model does not learn to stop.
-    Truncated rows are ignored.
+    """Find rows whose last trained token is not an end token. On such rows, the model does not learn to stop. Trailing
+    whitespace and truncated rows are ignored.
     """
     candidates = [s for s in sample.sequences if any(s.trained) and not sample.cut(s)]
 
@@ -258,7 +257,7 @@ def _empty(sample: RowSample) -> Seen:
 
 
 def _pair_identical(sample: RowSample) -> Seen:
-    """Find preference pairs with equal answers. Groups of sampled completions, which have advantages, are ignored."""
+    """Find preference pairs with equal answers. Rows with advantages are ignored, because their answers are sampled."""
     pairs = [
         (i, row.completions)
         for i, row in enumerate(sample.rows)
@@ -269,7 +268,7 @@ def _pair_identical(sample: RowSample) -> Seen:
 
 
 def _space_would_merge(sample: RowSample, sequence: TokenSequence) -> bool:
-    """Return whether a prompt ends with a space that the tokenizer would merge with the next word."""
+    """Return whether a prompt ends with a space, and the tokenizer would merge this space with the next word."""
     boundary = sequence.trained.index(True) if any(sequence.trained) else sequence.start
     if boundary == 0 or sequence.ids[boundary - 1] in sample.special:
         return False
@@ -286,7 +285,7 @@ def _space_would_merge(sample: RowSample, sequence: TokenSequence) -> bool:
 
 
 def _damaged(sample: RowSample) -> Seen:
-    """Find rows whose text contains replacement characters or lone surrogates. A character that truncation has split is
+    """Find rows with replacement characters or lone surrogates in their text. A character that truncation has split is
     ignored.
     """
     texts = ((s, sample.decode(s.ids)) for s in sample.sequences)
@@ -294,7 +293,7 @@ def _damaged(sample: RowSample) -> Seen:
 
 
 def _unknown(sample: RowSample) -> Seen:
-    """Find rows that contain the unknown token, unless the same token is also bos, eos or pad."""
+    """Find rows that contain the unknown token. If bos, eos or pad is the same token, no rows are returned."""
     tokenizer = sample.tokenizer
     unk = tokenizer.unk_token_id
     if unk is None or unk in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
@@ -317,14 +316,14 @@ def _duplicate(sample: RowSample) -> Seen:
 
 @dataclass(frozen=True)
 class RowRule:
-    """Rule that finds one kind of problem in tokenized rows.
+    """Rule for one kind of problem in tokenized rows.
 
     Attributes:
-        code: Code in the registry of checks, which has its name and title.
-        look: Function that returns the indices of affected rows and the severity of the finding.
-        what: Text that follows the number of rows. Placeholders such as ``{bos}`` and ``{limit}`` are replaced.
-        why: The consequence.
-        fix: What the user should do.
+        code: Code in the registry of checks. The registry contains its name and title.
+        look: Function that returns the indices of affected rows, and the severity of the finding.
+        what: Text after the number of rows. Placeholders such as ``{bos}`` and ``{limit}`` are replaced.
+        why: Consequence of the problem.
+        fix: Advice for the user.
     """
 
     code: str
@@ -419,12 +418,12 @@ def check_rows(
     numbers: Sequence[int] | None = None,
     examples: dict[str, int] | None = None,
 ) -> list[Finding]:
-    """Return all findings about ``rows``, most severe first. `RowSample` describes the arguments."""
+    """Return all findings about ``rows``, most severe first. The documentation of `RowSample` describes the arguments."""
     return RowSample(rows, tokenizer, limit, numbers, {} if examples is None else examples).findings
 
 
 def dropped_rows(before: int, after: int, *, reasons: str = "", missing: Sequence[int] = ()) -> Finding | None:
-    """Return a finding about rows that preparation dropped, or None if there are none.
+    """Return a finding about rows that preparation dropped. If no rows were dropped, return None.
 
     Args:
         before: Number of rows before preparation.
@@ -446,7 +445,7 @@ def dropped_rows(before: int, after: int, *, reasons: str = "", missing: Sequenc
 
 
 def diverged_prompts(diverged: int, total: int) -> Finding | None:
-    """Return a finding about prompts whose tokens change when the completion follows, or None."""
+    """Return a finding about prompts whose tokens change when the completion follows. If there are none, return None."""
     if not diverged:
         return None
     return Finding(
@@ -463,7 +462,7 @@ def diverged_prompts(diverged: int, total: int) -> Finding | None:
 
 @probe("data", *(f"PT-D{number:03}" for number in (*range(1, 12), 13)))
 def sampled_rows(context: Context) -> Iterable[Finding]:
-    """Check a sample of the training set. Findings are errors only if all rows are untrained, or if ids are unknown."""
+    """Check a sample of the training set. Findings are errors only if no row is trained, or if an id has no embedding."""
     if not context.rows:
         return
     sample = context.sample or RowSample(context.rows, context.tokenizer, context.limit)
@@ -479,7 +478,7 @@ CONTROLS_READ = 1000  # Number of rows that are searched for control tokens.
 
 @probe("data", "PT-D016")
 def typed_control_tokens(context: Context) -> Iterable[Finding]:
-    """Find control tokens in the text of user, system and tool messages. Tokenization would turn this text into control
+    """Find control tokens in the text of user, system and tool messages. The tokenizer would encode such text as control
     tokens.
     """
     dataset, tokenizer = context.train_dataset, inner_tokenizer(context.tokenizer)
@@ -517,8 +516,8 @@ def _messages(value: object) -> list[Mapping[str, Any]]:
 
 
 def _beyond_model(context: Context) -> bool:
-    """Return whether rows contain a token id without an embedding. Ids beyond the tokenizer's vocabulary can have an
-    embedding, because models can have more embeddings than the tokenizer has tokens.
+    """Return whether a row contains a token id without an embedding. Ids beyond the tokenizer's vocabulary can have one,
+    because some models have more embeddings than the tokenizer has tokens.
     """
     text = text_of(context.model_config)
     size = None if text is None else text.vocab_size
@@ -528,7 +527,7 @@ def _beyond_model(context: Context) -> bool:
 
 ROW_CODES = ("PT-D030", "PT-D031", "PT-D032")
 CONVERSATIONS = ("messages", "conversations")
-WHOLE = (*CONVERSATIONS, "text")  # Names of columns that each contain a whole row.
+WHOLE = (*CONVERSATIONS, "text")  # Columns that contain a whole row.
 ANSWERS = ("completion", "chosen", "rejected", "reference")
 # Keys of a message that can hold its content.
 SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")
@@ -538,13 +537,13 @@ SPEAKERS = frozenset({"system", "user", "assistant", "tool", "developer", *ROLES
 def columns_of(
     columns: Sequence[str], *, prompts_only: bool, unread: Collection[str] = (), ids: Collection[str] = TOKENIZED
 ) -> list[str]:
-    """Return the names of the columns that must not be empty in a row. If rows contain token ids, return no columns.
+    """Return the names of the columns that every row needs. If rows contain token ids, return no names.
 
     Args:
         columns: Columns of the dataset.
-        prompts_only: Whether completions are sampled. Only reward functions then read columns other than the prompt.
+        prompts_only: Whether completions are sampled. Apart from the prompt, only reward functions then read columns.
         unread: Columns of other tasks.
-        ids: Names of columns with token ids. If the dataset has these columns, the method does not read text columns.
+        ids: Names of columns with token ids. If the dataset has one of them, text columns are not read.
     """
     if set(columns) & set(ids):
         return []
@@ -553,7 +552,7 @@ def columns_of(
 
 
 def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Return the reason why a row cannot be trained, e.g. an empty required column, or "" if it can be trained.
+    """Return why a row cannot be trained, e.g. because a required column is empty. If the row can be trained, return "".
 
     >>> fault({"messages": []}, ["messages"]), fault({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
     ('empty `messages`', '')
@@ -567,8 +566,8 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
         if value is None and (
             (name == "prompt" and pair) or whole or (name in WHOLE and row.get("prompt") is not None)
         ):
-            # The prompt may be missing if it can be extracted from both answers. If columns are alternatives, one of them is
-            # enough.
+            # The prompt may be missing if it can be extracted from the two answers. If several columns are alternatives, one
+            # of them is enough.
             continue
         if value is None:
             return f"no `{name}`"
@@ -581,14 +580,15 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
 
 def is_open(row: Mapping[str, Any], filled: bool) -> bool:
-    """Return whether the prompt of a row is empty and will be filled by an environment. ``filled`` is True if an
-    environment exists.
+    """Return whether an environment will fill the prompt of a row. Such a prompt is empty. ``filled`` is True if there is an
+    environment.
     """
     return filled and row.get("prompt") == [{"role": "user", "content": ""}]
 
 
 def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Return the reason why a row is probably wrong (e.g. no assistant turn, a blank answer, equal answers), or "".
+    """Return why a row is probably wrong: no assistant turn, a blank answer, equal answers or an odd turn. Otherwise return
+    "".
 
     >>> doubt({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
     'no assistant turn in `messages`'
@@ -610,7 +610,7 @@ def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
 
 def _odd_turn(turn: Mapping[str, Any]) -> str:
-    """Return a description of a turn with an unknown role or without content. Empty system messages are allowed."""
+    """Describe a turn with an unknown role or without content. For normal turns and empty system messages, return ""."""
     role = turn.get("role") or turn.get("from")
     if role not in SPEAKERS:
         return f"the role {role!r}"
@@ -633,7 +633,7 @@ def _filled(value: object) -> bool:
 
 
 def answers_of(value: object) -> str:
-    """Return an answer or prompt as text. Messages are joined with their roles."""
+    """Return an answer or a prompt as text. For a list of messages, the text contains their roles."""
     if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value):
         return "\n".join(f"{t.get('role') or t.get('from')}: {t.get('content') or t.get('value') or ''}" for t in value)
     return "" if value is None else str(value)
@@ -645,22 +645,22 @@ SUSPECTS = "suspect_pairs.jsonl"
 
 
 def write_lines(folder: str | None, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write a JSON Lines file to the run's folder."""
+    """Write a JSON Lines file to the folder of the run."""
     path = Path(folder or ".").expanduser() / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
 
 def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write pairs to ``suspect_pairs.jsonl``. The pairs replace earlier entries with the same reason.
+    """Write pairs to ``suspect_pairs.jsonl``. They replace earlier entries with the same reason.
 
     Args:
         folder: Folder of the run.
-        reason: Why the pairs are suspicious.
+        reason: Reason for the suspicion.
         rows: Row numbers and texts.
     """
     path = Path(folder or ".").expanduser() / SUSPECTS
-    # Do not use splitlines, because a text may contain other line separators than \n.
+    # A text may contain line separators other than \n, so splitlines would split it.
     there = list(filter(None, path.read_text(encoding="utf-8").split("\n"))) if path.is_file() else []
     kept = [line for line in map(json.loads, there) if line["reason"] != reason]
     if there or rows:

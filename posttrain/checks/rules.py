@@ -1,9 +1,9 @@
-"""Rules that find problems in the metrics of a run. They are applied to every log line during training, and to the whole log
-when a report is written.
+"""Rules that find problems in the metrics of a run. During training, they are applied to every log line. For a report, they
+are applied to the whole log.
 
-A rule consists of a code, the metrics that it reads, a window in optimizer steps, a predicate, and the texts of its finding.
-`check_log` applies the rules to the newest row of a log, and `review` to every row. If a log row is the mean of ten steps, it
-counts as ten steps of a window. Thresholds without a cited source are choices of this project.
+A rule consists of a code, the names of its metrics, a window in optimizer steps, a predicate, and the texts of its finding.
+`check_log` applies the rules to the newest row of a log, and `review` applies them to every row. A log row can be the mean
+of ten steps. Such a row covers ten steps of a window. Thresholds without a cited source are choices of this project.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ from posttrain.checks.registry import REGISTRY, Severity
 from posttrain.types import Finding
 
 FLAT_SHARE = 0.8  # Maximum share of groups whose rewards are all equal.
-# A finding is reported if the KL divergence exceeds KL_LARGE nats per token and has grown by the factor KL_GROWTH since the
-# start.
+# A finding is reported if the KL divergence exceeds KL_LARGE nats per token and has increased by the factor KL_GROWTH.
 KL_LARGE, KL_GROWTH = 0.5, 5.0
 ENTROPY_LEFT = 0.1  # Minimum entropy, as a fraction of the initial entropy.
 CUT_SHARE = 0.5  # Maximum share of completions that reach the length limit.
 CUT_AT_FIRST = 0.9  # Maximum share of completions that reach the length limit in the first generation.
-# A finding is reported if the mean length grows by more than this factor while the reward changes by less than a tenth of its
-# standard deviation.
+# A finding is reported if the mean length increases by more than this factor, and the reward increases by less than a tenth
+# of its standard deviation.
 LENGTH_GROWTH = 1.5
-# MASKED_SHARE: share of tokens with weight 0 above which a warning is logged. MASKED_MOST: share above which stopping the run
-# is advised.
+# Shares of tokens with weight 0. Above MASKED_SHARE, a warning is logged. Above MASKED_MOST, the warning advises to stop the
+# run.
 MASKED_SHARE, MASKED_MOST = 0.2, 0.9
 REWARD_SHARE = 0.3  # Maximum share of the step time that reward functions may take.
-DRIFT_STEPS = 50  # Length of the window in which growth of the mismatch is measured, in optimizer steps.
-# Policy mismatch in nats per token. Growth is reported if the mismatch is above DRIFT and has grown by the factor DRIFT_GROWTH.
-# A mismatch above DRIFT_ALONE is reported even without growth.
+DRIFT_STEPS = 50  # Window for measuring the growth of the mismatch, in optimizer steps.
+# Policy mismatch in nats per token. A finding is reported if the mismatch exceeds DRIFT and has increased by the factor
+# DRIFT_GROWTH. Above DRIFT_ALONE, a finding is reported even without an increase.
 DRIFT, DRIFT_GROWTH, DRIFT_ALONE = 0.1, 1.5, 0.5
-UNPAIRED = 0.5  # Maximum share of answer bytes that are not aligned between the two tokenizers.
-DISCARDED = 0.3  # Maximum share of rollouts that are discarded.
-SINKING = 5  # Number of consecutive log rows in which both rewards decrease before a finding is reported.
+UNPAIRED = 0.5  # Maximum share of answer bytes without alignment between two tokenizers.
+DISCARDED = 0.3  # Maximum share of discarded rollouts.
+SINKING = 5  # Consecutive decreases of the two rewards that cause a finding.
 SATURATED = 10.0  # Reward margin above which the loss is saturated.
-# EVALUATIONS: number of consecutive evaluations that must have an accuracy below BACKWARDS to cause a finding.
+# EVALUATIONS: number of consecutive evaluations with an accuracy below BACKWARDS that cause a finding.
 EVALUATIONS, BACKWARDS = 3, 0.45
-SPIKE = 10.0  # Maximum gradient norm, as a multiple of the median of the norms before it.
-ROWS_NEEDED = 6  # A whole log is reviewed only if it has at least this number of rows.
+SPIKE = 10.0  # Maximum gradient norm, as a multiple of the median of earlier norms.
+ROWS_NEEDED = 6  # Minimum number of rows for a review of a whole log.
 MOST_ROWS = 5000  # Maximum number of log rows that are checked.
 
 
@@ -62,7 +61,8 @@ def rows_backwards(history: History) -> Iterator[Mapping[str, float]]:
 
 
 def window(history: History, name: str, steps: int) -> list[float] | None:
-    """Return a metric's values in the latest rows that cover at least ``steps`` optimizer steps, or None if there are too few.
+    """Return a metric's values in the newest rows that cover at least ``steps`` optimizer steps. If there are too few rows,
+    return None.
 
     >>> rows = [{"loss": 0.0, "step": 5, "kl": 1.0}, {"loss": 0.0, "step": 10, "kl": 2.0}]
     >>> window(rows, "kl", 5), window(rows, "kl", 10), window(rows, "kl", 11)
@@ -98,13 +98,13 @@ def columns(history: History, ending: str) -> list[str]:
 
 @dataclass(frozen=True)
 class View:
-    """Part of a log to which a rule is applied: all rows up to a given row.
+    """Part of a log that a rule reads: all rows up to a given row.
 
     Attributes:
         history: Rows with ``step``, oldest first.
         name: Name of the metric that the rule reads.
         steps: Window in optimizer steps.
-        generations_per_step: Number of generations per optimizer step. Below 1 if a generation is used for several steps.
+        generations_per_step: Number of generations per optimizer step. It is below 1 if several steps use one generation.
     """
 
     history: History
@@ -113,13 +113,15 @@ class View:
     generations_per_step: float = 1.0
 
     def values(self, name: str | None = None) -> list[float] | None:
-        """Return a metric's values in the window. Return None if the log is shorter than the window or a row lacks the
-        metric.
+        """Return a metric's values in the window. If the log is shorter than the window, or a row lacks the metric, return
+        None.
         """
         return window(self.history, name or self.name, self.steps)
 
     def last(self, name: str, count: int) -> list[float]:
-        """Return up to ``count`` values of a metric from the newest training rows that contain it, newest value last."""
+        """Return up to ``count`` values of a metric, in order. They are from the newest training rows that contain the
+        metric.
+        """
         rows = (row for row in reversed(self.history) if name in row and ("loss" in row or name.startswith("eval_")))
         return [float(row[name]) for row in itertools.islice(rows, count)][::-1]
 
@@ -131,8 +133,8 @@ class View:
 
 @dataclass(frozen=True)
 class Sign:
-    """Problem that a predicate has found, as a sentence with numbers. If its other fields are set, they override the fields
-    of the rule.
+    """Problem that a predicate has found. ``what`` is a sentence with numbers. Other fields override the fields of the rule
+    if they are set.
     """
 
     what: str
@@ -143,19 +145,18 @@ class Sign:
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule that finds one kind of problem.
+    """Rule for one kind of problem.
 
     Attributes:
-        code: Code in the registry of checks, which has its name and title.
-        metrics: Names of the metrics to which the rule is applied, one at a time. If empty, the predicate itself selects
-            metrics.
+        code: Code in the registry of checks. The registry contains its name and title.
+        metrics: Names of metrics. The rule is applied to each metric separately. If empty, the predicate selects metrics.
         steps: Window in optimizer steps.
         holds: Predicate that takes a `View` and yields a `Sign` for each problem.
-        why: The consequence.
-        fix: What the user should do.
+        why: Consequence of the problem.
+        fix: Advice for the user.
         severity: ``error`` stops a run. ``warning`` and ``info`` are logged.
-        live: Whether the rule is applied during training. The flag is False if another check finds the problem during
-            training, or if the rule needs the whole log.
+        live: Whether the rule is applied during training. It is False if another check finds the problem during training, or
+            if the rule needs the whole log.
         title: Title on the page of a run. If empty, the title in the registry is used.
     """
 
@@ -170,8 +171,8 @@ class Rule:
     title: str = ""
 
     def names_in(self, row: Mapping[str, float]) -> list[str]:
-        """Return the rule's metrics that a row contains. Evaluation metrics include the metrics of each named
-        evaluation set.
+        """Return the rule's metrics that a row contains. For evaluation metrics, include the metrics of named evaluation
+        sets.
         """
         named = tuple(name.removeprefix("eval") for name in self.metrics if name.startswith("eval_"))
         of_sets = [
@@ -182,7 +183,7 @@ class Rule:
     def findings(self, history: History, steps: int, generations_per_step: float = 1.0) -> Iterator[Finding]:
         """Yield the rule's findings at the newest row of a log."""
         newest = next((row for row in reversed(history) if "loss" in row), {})
-        # Evaluation metrics are checked only if an evaluation has written the last row.
+        # Evaluation metrics are checked only if the last row is the row of an evaluation.
         newest = dict(newest) | {
             name: value for name, value in (history[-1] if history else {}).items() if "eval_" in name
         }
@@ -193,9 +194,10 @@ class Rule:
 
 
 def _above(most: float, what: str, *, newest: bool = False) -> Callable[[View], Iterator[Sign]]:
-    """Return a predicate that holds if a metric's mean over the window, or its newest value, exceeds ``most``.
+    """Return a predicate that yields a problem if a metric's mean over the window exceeds ``most``. With ``newest``, the
+    newest value is compared.
 
-    The text can contain ``{value}``, ``{percent}`` and ``{steps}``.
+    The text ``what`` can contain ``{value}``, ``{percent}`` and ``{steps}``.
     """
 
     def holds(view: View) -> Iterator[Sign]:
@@ -276,7 +278,7 @@ def _never_applies(view: View) -> Iterator[Sign]:
 def _constant(view: View) -> Iterator[Sign]:
     spreads = {name: view.values(f"rewards/{name}/std") for name in columns(view.history, "std")}
     if not any(map(any, filter(None, spreads.values()))):
-        return  # PT-R002 and PT-R022 already report that all rewards are constant.
+        return  # PT-R002 and PT-R022 already report this problem.
     for name, spread in spreads.items():
         means = view.values(f"rewards/{name}/mean")
         if not spread or not means or any(spread) or len({*means}) > 1:
@@ -355,7 +357,7 @@ def _spikes(view: View) -> Iterator[Sign]:
 
 def _mismatch(view: View) -> Iterator[Sign]:
     newest = next(rows_backwards(view.history))
-    # Without log-probs of the sampler and without a staleness metric, "kl" is the KL divergence from the reference.
+    # If the row has "sampling/kl" or no staleness metric, "kl" is the KL divergence from the reference.
     if view.name == "kl" and ("sampling/kl" in newest or "sample/staleness_mean" not in newest):
         return
     recent, trend = view.values(), window(view.history, view.name, DRIFT_STEPS)
@@ -373,7 +375,7 @@ def _discarded(view: View) -> Iterator[Sign]:
     dropped, produced = view.values(), view.values("async/produced")
     if dropped is None or produced is None or len(dropped) < 2:
         return
-    # Both metrics are totals since the start of the run, so their differences within the window are used.
+    # Both metrics are totals since the start of the run. Their increases within the window are compared.
     old, new = dropped[-1] - dropped[0], produced[-1] - produced[0]
     if new > 0 and old > DISCARDED * new:
         yield Sign(
@@ -550,7 +552,7 @@ def check_log(history: History, area: str = "R", *, generations_per_step: float 
     Args:
         history: Rows with ``step``, oldest first.
         area: First letter of the codes: ``R`` for rollouts, ``P`` for preferences.
-        generations_per_step: Number of generations per optimizer step. Below 1 if a generation is used for several steps.
+        generations_per_step: Number of generations per optimizer step. It is below 1 if several steps use one generation.
     """
     for rule in RULES:
         if rule.live and rule.code[3] == area:
@@ -559,13 +561,14 @@ def check_log(history: History, area: str = "R", *, generations_per_step: float 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one rule on a whole log.
+    """Result of applying one rule to a whole log.
 
     Attributes:
         rule: The rule.
-        status: ``seen``: the rule has found the problem. ``clear``: it has not. ``unknown``: the log is too short.
-        evidence: Text of the last finding. The text is empty unless the status is ``seen``.
-        spans: Ranges ``(first, last)`` of steps at which the rule holds, in order.
+        status: ``seen``: the rule has found the problem. ``clear``: the rule has not found it. ``unknown``: the log is too
+            short.
+        evidence: Text of the last finding. It is empty unless the status is ``seen``.
+        spans: Ranges ``(first, last)`` of steps with the problem, in order.
     """
 
     rule: Rule
@@ -580,9 +583,9 @@ class Verdict:
 
 
 def review(history: History) -> list[Verdict]:
-    """Apply all rules that name their metrics to every row of a log. In the result, rules that have found a problem come first.
+    """Apply all rules with named metrics to every row of a log. In the result, rules that have found a problem come first.
 
-    The window of a rule is at most a quarter of the log, so that short runs are checked too.
+    The window of a rule is at most a quarter of the log. Short runs are therefore checked, too.
 
     Args:
         history: Rows with ``step``, oldest first.

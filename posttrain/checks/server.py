@@ -17,29 +17,31 @@ from posttrain.types import Finding
 if TYPE_CHECKING:
     pass
 
-# The parity probe compares the log-probs of trainer and engine. These are its number of sequences, their length in tokens, and
-# the largest sliding window that it tests.
+# The parity probe compares the log-probs of the trainer with those of the engine. The values are the number of token
+# sequences, the length of a sequence, and the size of the largest sliding window that the probe tests.
 SEQUENCES, LENGTH, LONGEST = 4, 64, 2048
 
 
-# Maximum differences of log-probs in nats per token: mean and 99th percentile. The limits are based on measurements with 4 x 63
-# random tokens on SmolLM2-135M. Differences were below 1e-3 with float32 on both sides, 0.054 and 0.31 with bfloat16 vs.
-# float32, and 0.085 and 0.48 with bfloat16 on both sides. For likely tokens, differences are ten times smaller.
+# Maximum differences of log-probs in nats per token, as (mean, 99th percentile) for each dtype. The limits are based on
+# measurements with 4 x 63 random tokens on SmolLM2-135M. With float32 in trainer and engine, differences were below 1e-3.
+# Mean and percentile were 0.054 and 0.31 with bfloat16 and float32, and 0.085 and 0.48 with only bfloat16. For likely
+# tokens, differences are ten times smaller.
 GAPS = {"float32": (0.02, 0.5), "float16": (0.05, 0.5), "bfloat16": (0.15, 1.0)}
 
 
 GAPS_QUANTISED, FAR_SHARE = (0.3, 2.0), 0.99
 
 
-# Maximum differences of log-probs (mean and 99th percentile), as multiples of the measured rounding noise. The larger one of
-# the limits in GAPS and NOISY is used. In a mixture of experts, rounding can route a token to a different expert. On tiny
-# models of six families in bfloat16, the noise was 0.03 to 0.16 nats. After complete pushes, the difference was up to 1.3 times
-# (mean) and 14 times (99th percentile) the noise.
+# Maximum differences of log-probs (mean and 99th percentile), as multiples of the measured rounding noise. The check uses
+# the larger limit of GAPS and NOISY. In a mixture of experts, rounding can route a token to a different expert. On tiny
+# models of six families in bfloat16, the noise was 0.03 to 0.16 nats. After complete pushes, the mean difference was up to
+# 1.3 times the noise, and the 99th percentile was up to 14 times the noise.
 NOISY = (2.0, 20.0)
 
 
-# A weight update counts as lost if more than the fraction MISSED of the expected change of log-probs is missing in the engine.
-# The missing part must also be above MOVED nats, and above CONCLUSIVE times the rounding noise of trainer and engine.
+# A weight update counts as lost if more than the fraction MISSED of the expected change of log-probs is missing in the
+# engine. The missing change must also be above MOVED nats, and above CONCLUSIVE times the rounding noise of trainer and
+# engine.
 CONCLUSIVE, MISSED, MOVED = 3.0, 0.1, 1e-4
 
 
@@ -47,10 +49,11 @@ COST_SHARE = 0.01  # Maximum fraction of the run time that comparisons of log-pr
 
 
 def probe_sequences(vocabulary: int, context: int | None, window: int | None = None) -> list[list[int]]:
-    """Return the token ids of the parity probe: 4 sequences of up to 64 tokens, which are the same in every run.
+    """Return the token ids of the parity probe: 4 sequences of up to 64 tokens. The sequences are the same in every run.
 
-    If the model has a sliding window of up to `LONGEST` tokens, the last sequence is 64 tokens longer than the window, as far as
-    the context allows. One token of the context is left free, because vLLM generates one token when it scores a prompt.
+    If the model has a sliding window of up to `LONGEST` tokens, the last sequence is 64 tokens longer than the window, if
+    the context is large enough. One token of the context stays unused, because vLLM generates one token when it scores a
+    prompt.
     """
     generator, context = torch.Generator().manual_seed(0), context and context - 1
     length = min(LENGTH, context or LENGTH)
@@ -75,19 +78,20 @@ def check_parity(
 ) -> Finding | None:  # fmt: skip
     """Compare the log-probs of the same tokens in the trainer and in an engine.
 
-    There are two tests. First, the difference must be within a limit, which depends on the dtypes and on the measured rounding
-    noise. Second, log-probs of trainer and engine must have changed equally since the first comparison. The second test detects
-    a lost weight update much earlier.
+    There are two tests. First, the difference must be below a limit. The limit depends on the dtypes and on the measured
+    rounding noise. Second, log-probs of trainer and engine must have changed equally since the first comparison. The second
+    test detects lost weight updates much earlier.
 
     Args:
         where: Name of the server or worker.
         ours: Log-probs computed by the trainer.
         theirs: Log-probs computed by the engine.
-        dtype: Dtype of the engine's weights. None uses the largest limit.
+        dtype: Dtype of the engine's weights. If the dtype is None, the largest limit applies.
         version: Version of the weights.
-        computed: Dtype of the trainer's forward pass. The dtype with less precision decides the limits.
-        first: ``(ours, theirs)`` of the first comparison, or None if this is the first.
-        noise: Mean difference caused by rounding, if it is known to be larger than that of the first comparison.
+        computed: Dtype of the trainer's forward pass. The less precise dtype decides the limits.
+        first: ``(ours, theirs)`` of the first comparison. None means that this comparison is the first one.
+        noise: Mean difference that rounding causes. It matters only if it is larger than the difference in the first
+            comparison.
     """
     gaps = [abs(a - b) for mine, its in zip(ours, theirs, strict=True) for a, b in zip(mine, its, strict=True)]
     sides = [GAPS.get(str(side).removeprefix("torch."), GAPS_QUANTISED) for side in (dtype, computed)]
@@ -95,7 +99,7 @@ def check_parity(
     average = statistics.fmean(gaps)
     far = sorted(gaps)[min(int(FAR_SHARE * len(gaps)), len(gaps) - 1)]
     what = ""
-    if not (average <= limit and far <= far_limit):  # The negated comparison is also true if a value is NaN.
+    if not (average <= limit and far <= far_limit):  # This form also detects NaN.
         what = f"the mean difference of log-probs over {len(gaps)} tokens is {average:.3g} (limit {limit:.3g}), the "
         what += f"99th percentile is {far:.3g} (limit {far_limit:.3g})"
     elif first is not None:
@@ -124,8 +128,8 @@ class Probe:
         sequences: Token ids.
         logps: Log-probs of all tokens of each sequence except the first token.
         computed: Dtype of the trainer's forward pass.
-        noise: Mean difference between these log-probs and log-probs with other rounding errors, see `rounded_otherwise`.
-            The first comparison underestimates it: a new adapter is zero, so merging it does not cause rounding errors.
+        noise: Mean difference between these log-probs and log-probs with other rounding errors, see `rounded_otherwise`. The
+            first comparison underestimates the noise: a new adapter is zero, so merging it does not cause rounding errors.
     """
 
     sequences: Sequence[Sequence[int]]
@@ -135,16 +139,16 @@ class Probe:
 
 
 class Parity:
-    """Decides when the log-probs of trainer and engines are compared, and stores the first comparison of each engine.
+    """Decides when log-probs of trainer and engines are compared. Stores the first comparison of each engine.
 
     Args:
-        every: Number of weight updates between two comparisons. None: as often as possible within the fraction `COST_SHARE` of
-            the run time.
+        every: Number of weight updates between two comparisons. None: comparisons are as frequent as the fraction
+            `COST_SHARE` of the run time allows.
     """
 
     def __init__(self, every: int | None) -> None:
         self.every, self.first = every, dict[str, tuple[Logps, Logps]]()
-        # Whether log-probs were compared after training had changed them.
+        # Whether a comparison has taken place after training changed the log-probs.
         self.moved = False
         self.ended: float | None = None
         self._cost, self._pushes = 0.0, 0
@@ -167,7 +171,7 @@ class Parity:
         self._cost, self._pushes = self.ended - began, 0
 
     def compare(self, probe: Probe, where: str, theirs: Logps, *, dtype: Any, version: int) -> Finding | None:
-        """Compare an engine's log-probs with the trainer's, now and at the engine's first comparison (see `check_parity`)."""
+        """Compare an engine's log-probs with the trainer's. Also compare their changes since the engine's first comparison."""
         first = self.first.get(where)
         self.moved = self.moved or (first is not None and mean_gap(probe.logps, first[0]) > 0)
         found = check_parity(
@@ -175,15 +179,15 @@ class Parity:
             noise=probe.noise,
         )  # fmt: skip
         if found is None:
-            # If the engine has other weights (e.g. before the first push of a resumed run), its log-probs are not a valid first
-            # comparison.
+            # If the engine has other weights, e.g. before the first push of a resumed run, its log-probs are not a valid
+            # first comparison.
             self.first.setdefault(where, (probe.logps, theirs))
         return found
 
 
 def check_negative_control(where: str, before: Finding | None) -> Finding | None:
-    """Return a warning if the server of a resumed run already has the trainer's weights before they are sent, because a
-    comparison then cannot show that the update works.
+    """Return a warning if the server of a resumed run has the trainer's weights before the first push. The comparison then
+    does not prove that a push works.
     """
     if before is not None:
         return None

@@ -1,4 +1,4 @@
-"""Checks of tokenizers: every id has an embedding, and ids have the same meaning in two models."""
+"""Checks of tokenizers: each id has an embedding, and ids have the same meaning in two models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["identical", "identical-padded", "superset", "cross-tokenizer", "incompatible"]
 IDS_SHOWN = 5
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # Name of a token for a single byte in a SentencePiece vocabulary.
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # Token for a single byte in a SentencePiece vocabulary.
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
 # Texts that many tokenizers encode differently.
@@ -52,21 +52,23 @@ CONVERSATIONS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class TokenizerMatch:
-    """Result of `compare_tokenizers`. Attributes that are pairs contain one value for each of the two tokenizers.
+    """Result of `compare_tokenizers`. An attribute that is a pair contains one value for each tokenizer.
 
     Attributes:
         verdict: ``identical``; ``identical-padded`` (only the number of logits differs); ``superset`` (one tokenizer has
             additional ids); ``cross-tokenizer`` (different vocabularies, but both represent all bytes); or ``incompatible``.
         sizes: Number of tokens of each tokenizer.
         widths: Number of logits of each model, or None if it is unknown.
-        different: Number of ids that stand for different bytes in the two tokenizers, including ids that only one of them has.
-        common: Number of tokens whose bytes are in both vocabularies, under any id.
-        examples: The first differences, as (id, bytes in the first tokenizer, bytes in the second). None if an id is absent.
-        special: Ids of bos, eos, pad and unk that differ, by name.
-        stops: Ids at which each model stops generating. Empty if they are equal.
-        texts: Probe texts that are encoded to different ids.
-        templates: Number of conversations that the two chat templates render differently. None if a template is missing.
-        bytes: How each tokenizer represents text: ``bytes``, ``byte-fallback``, ``pieces`` or ``unknown``.
+        different: Number of ids with different bytes in the two tokenizers. Ids in only one tokenizer count, too.
+        common: Number of tokens with bytes that are in both vocabularies. The ids may differ.
+        examples: First differences, as (id, bytes in the first tokenizer, bytes in the second). None means that the id is
+            absent.
+        special: Ids of bos, eos, pad and unk that differ. The key is the name of the token.
+        stops: Ids at which each model stops generating. It is empty if they are equal.
+        texts: Probe texts with different ids.
+        templates: Number of conversations that the two chat templates render differently. It is None if a template is
+            missing.
+        bytes: Representation of text by each tokenizer: ``bytes``, ``byte-fallback``, ``pieces`` or ``unknown``.
     """
 
     verdict: Verdict
@@ -83,12 +85,12 @@ class TokenizerMatch:
 
     @property
     def columns(self) -> int:
-        """Number of logits that have a token in both models. All other logits are padding, and are removed before a softmax."""
+        """Number of logits with a token in both models. All other logits are padding. They are removed before a softmax."""
         return min(*self.sizes, *(width for width in self.widths if width is not None))
 
 
 def _byte_table() -> dict[str, int]:
-    """Return the inverse of the table that byte-level tokenizers use to represent bytes as characters."""
+    """Return the inverse of the table with which byte-level tokenizers represent bytes as characters."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table, extra = {chr(code): code for code in kept}, 256
     for code in sorted(set(range(256)) - set(kept)):
@@ -97,9 +99,9 @@ def _byte_table() -> dict[str, int]:
 
 
 def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """Return the bytes that each id represents. For added tokens, this is their literal text.
+    """Return the bytes of each id. The bytes of an added token are its literal text.
 
-    Both ``Ġ`` of byte-level tokenizers and ``▁`` of SentencePiece represent a space, and ``<0x0A>`` represents a byte.
+    ``Ġ`` of byte-level tokenizers and ``▁`` of SentencePiece represent a space. ``<0x0A>`` represents a byte.
     """
     spelling, table = _spelling(tokenizer), _byte_table()
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
@@ -117,7 +119,7 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 
 def probe_texts(first: Any, second: Any, extra: Iterable[str] = ()) -> list[str]:
-    """Return at least 200 texts: fixed texts, combinations of these, and the literal text of all special tokens."""
+    """Return at least 200 texts: fixed texts, combinations of fixed texts, and the text of all special tokens."""
     fixed = [text for text in PROBE_TEXTS if text]
     joined = [f"{a} {b}" for a, b in zip(fixed, fixed[7:] + fixed[:7], strict=True)]
     tight = [f"{a}{b}" for a, b in zip(fixed, fixed[13:] + fixed[:13], strict=True)]
@@ -127,7 +129,7 @@ def probe_texts(first: Any, second: Any, extra: Iterable[str] = ()) -> list[str]
 
 
 def probe_conversations() -> list[list[dict[str, str]]]:
-    """Return eight conversations of one to three turns, with and without a system prompt, and with either role last."""
+    """Return eight conversations of one to three turns: with and without a system prompt, and with either role last."""
     return [
         [{"role": role, "content": f"{role} says {number}: What is 6 × 7?"} for number, role in enumerate(roles)]
         for roles in CONVERSATIONS
@@ -145,9 +147,9 @@ def compare_tokenizers(
     """Compare two tokenizers: the bytes of their ids, their special tokens, and the ids of about 200 texts.
 
     Args:
-        first: Tokenizer whose ids are trained (of the student or the policy).
-        second: The other tokenizer (of the teacher).
-        widths: Number of logits of both models (``config.get_text_config().vocab_size``).
+        first: Tokenizer of the trained model (student or policy).
+        second: Tokenizer of the other model (teacher).
+        widths: Number of logits of the two models (``config.get_text_config().vocab_size``).
         stops: Ids at which each model stops generating.
         extra: Additional texts from the user's data.
     """
@@ -181,8 +183,7 @@ def _verdict(
 ) -> Verdict:
     small, large = sorted(maps, key=len)
     added = [large[i].decode(errors="replace") for i in large.keys() - small.keys()]
-    # If a text is tokenized differently only because the larger vocabulary has an additional token, it does not count as a
-    # difference.
+    # A text does not count as different if an additional token of the larger vocabulary is the only cause.
     same_texts = all(any(token in text for token in added) for text in written)
     if all(large.get(i) == spelled for i, spelled in small.items()) and same_texts:
         if added:
@@ -205,19 +206,21 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
     prompt = messages[-1]["role"] == "user"
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    # A template may reject a role, but then the other template should reject it too.
+    # A template may reject a role. The other template must then reject the role, too.
     except Exception as error:
         return f"refused: {type(error).__name__}"
 
 
 def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the serialized components of a fast tokenizer, or an empty dict for a slow tokenizer."""
+    """Return the serialized components of a fast tokenizer. For a slow tokenizer, return an empty dict."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {} if backend is None else json.loads(backend.to_str())
 
 
 def _spelling(tokenizer: Tokenizer) -> str:
-    """Return how tokens represent text: as bytes, as characters with a byte fallback, or as pieces that may lose some text."""
+    """Return how tokens represent text: as bytes, as characters with a byte fallback, or as pieces. Pieces may lose some
+    text.
+    """
     parts = _pipeline(tokenizer)
     text = json.dumps([parts.get("pre_tokenizer"), parts.get("decoder")])
     if '"ByteLevel"' in text:
@@ -241,16 +244,17 @@ def check_tokenizers(
     names: tuple[str, str] = ("student", "teacher"),
     extra: Sequence[str] = (),
 ) -> list[Finding]:
-    """Check whether the token ids of two models have the same meaning, so that a loss over token ids can compare the models.
+    """Check whether the token ids of two models have the same meaning. Otherwise a loss over token ids cannot compare the
+    models.
 
     Args:
-        student: Tokenizer whose ids are trained.
+        student: Tokenizer of the trained model.
         teacher: Tokenizer of the other model.
-        widths: Number of logits of both models.
+        widths: Number of logits of the two models.
         stops: Ids at which each model stops generating.
         on_policy: Whether the student generates. Different stop tokens are then an error.
         names: Names of the two models in messages.
-        extra: Additional probe texts, from the user's data.
+        extra: Additional probe texts from the user's data.
     """
     match = compare_tokenizers(student, teacher, widths=widths, stops=stops, extra=extra)
     return check_match(match, on_policy=on_policy, names=names)
@@ -352,13 +356,13 @@ def _id(value: int | None) -> str:
 
 
 def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_policy: bool = True) -> list[Finding]:
-    """Raise an error if the token ids of two models have different meanings. Return all other findings.
+    """Raise an error if the token ids of two models have different meanings. Otherwise return all findings.
 
     Args:
-        match: Result of `compare_tokenizers`. Padding rows of a model's embedding do not count as a difference.
+        match: Result of `compare_tokenizers`. Padding rows of a model's embedding are not a difference.
         mode: ``error`` or ``warn``.
-        method: Name of the method whose loss compares the models.
-        on_policy: Whether the first model generates. If it generates, the two models must have a common stop token.
+        method: Name of the method. Its loss compares the models.
+        on_policy: Whether the first model generates. The two models then need a common stop token.
 
     Raises:
         ConfigError: Ids have different meanings, and ``mode`` is ``error``.
@@ -374,7 +378,7 @@ def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_pol
 
 
 def special_token_findings(model: nn.Module, tokenizer: Tokenizer) -> list[Finding]:
-    """Check the padding and stop tokens in the configs that are saved with the model."""
+    """Check the padding and stop tokens in the configs of the saved model."""
     generation = generation_config_of(causal_lm(model))
     if generation is None:
         return []
@@ -401,9 +405,9 @@ def check_special_tokens(
     Args:
         pad: Padding token id of the tokenizer.
         eos: End-of-text token id of the tokenizer.
-        generation_pad: Padding token id of the model's generation config.
-        generation_eos: End-of-text token ids of the generation config: one id, several ids, or None.
-        turn_end: Token with which the chat template ends a turn.
+        generation_pad: Padding token id in the model's generation config.
+        generation_eos: End-of-text token ids in the generation config: one id, several ids, or None.
+        turn_end: Id of the token with which the chat template ends a turn.
     """
     stops = {generation_eos} if isinstance(generation_eos, int) else set(generation_eos or ())
     findings = []
@@ -414,7 +418,7 @@ def check_special_tokens(
             "it. Training here is not affected, because masks are positional."
         )
         fix = "set the option pad_token, or pad_token of your tokenizer, to a token with no other use."
-        # This is only an info, because many published models have this property and training does not depend on it.
+        # This finding is only an info. Many published models have this property, and training does not depend on it.
         findings.append(Finding("PT-K101", "info", what, "generation_config", why, fix))
     if pad is None:
         why = "programs that load this model cannot batch texts of different lengths."

@@ -1,5 +1,5 @@
-"""TRL's names of trainer attributes: where each value is stored in this library, and which values may change during
-training.
+"""Access to trainer attributes by TRL's names. The tables list where each value is stored, and which values may change
+during training.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ FIXED = frozenset({
     "vllm_gpu_memory_utilization", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_mode",
     "vllm_tensor_parallel_size",
 })  # fmt: skip
-# Attributes that are stored in other objects, each with attribute paths that start at the trainer. When an attribute is read,
-# the first path whose value is not None is used. When it is set, the first path is used.
+# Attributes that are stored in other objects. The values are attribute paths that start at the trainer. Reading an attribute
+# returns the first value that is not None. Setting an attribute sets the first path.
 PATHS: dict[str, tuple[str, ...]] = {
     "chat_template": ("processing_class.chat_template",),
     "completion_only_loss": ("args.completion_only_loss", "prompts_are_given"),
@@ -80,8 +80,8 @@ def of_progress(name: str) -> Any:
 
 
 def paths_of(trainer: object, name: str) -> tuple[str, ...]:
-    """Return the paths under which a trainer stores the attribute with this TRL name. Return an empty tuple if there
-    are none.
+    """Return the paths where a trainer stores the attribute with this TRL name. Return an empty tuple if it does not store
+    the attribute.
     """
     config = vars(trainer).get("args")
     fields = type(config).__dataclass_fields__ if config is not None else {}
@@ -99,10 +99,11 @@ def _at(holder: object, path: str) -> Any:
 
 
 def read(trainer: object, name: str) -> Any:
-    """Return the value of an attribute that is stored in another object than the trainer."""
+    """Return the value of an attribute that the trainer stores in another object."""
     hidden = inspect.getattr_static(type(trainer), name, None)
     if isinstance(hidden, property | functools.cached_property):
-        # The code of the property has read a missing attribute. Call it again, so that the original error is raised.
+        # A property of this name exists, so its code has read a missing attribute. Call the property, so that the original
+        # error is raised.
         return hidden.__get__(trainer, type(trainer))
     if paths := paths_of(trainer, name):
         return next((value for path in paths if (value := _at(trainer, path)) is not None), None)
@@ -110,7 +111,7 @@ def read(trainer: object, name: str) -> Any:
 
 
 def write(trainer: object, name: str, value: object) -> bool:
-    """Set an attribute that is stored in another object. Return False if the trainer itself stores it.
+    """Set an attribute that is stored in another object. Return False if the attribute is stored in the trainer itself.
 
     Raises:
         AttributeError: The trainer has already used the value, so a change would have no effect.
@@ -130,8 +131,8 @@ def write(trainer: object, name: str, value: object) -> bool:
 
 
 def raise_absent(kind: type, name: str) -> NoReturn:
-    """Raise the error for an unknown attribute. If TRL has a method with this name, the error names the hook that
-    replaces it.
+    """Raise the error for an unknown attribute. If TRL has a method with this name, the error names the hook that replaces
+    the method.
 
     Raises:
         AttributeError: Always.

@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = None) -> Hooks:
-    """Return the default functions of the loop, for runs where no subclass replaces one of them."""
+    """Return the default functions of the training loop, for runs without a subclass that replaces them."""
     return Hooks(
         objective=None,
         comparison=None,
@@ -84,17 +84,15 @@ def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = 
 
 
 def as_yielded(run: Run, batches: Sequence[Batch], index: int = 0) -> list[Batch]:
-    """Return the batches of a data loader item as a list. This function is used if the collator already creates the
-    batches.
-    """
+    """Return the batches of a data loader item as a list. This function is used if the collator creates the batches."""
     return list(batches)
 
 
 def as_config(config: type, args: PostTrainingConfig | str | None) -> Any:
-    """Return the config of a trainer, created from a `transformers.TrainingArguments` or a folder if needed.
+    """Return the trainer's config. `transformers.TrainingArguments` or an output folder are converted to it.
 
     Raises:
-        ArgumentTypeError: ``args`` has an unsupported type, or is the config of another trainer.
+        ArgumentTypeError: ``args`` has an unsupported type, or is a config of another trainer.
     """
     if args is None or isinstance(args, config):
         return args
@@ -104,31 +102,31 @@ def as_config(config: type, args: PostTrainingConfig | str | None) -> Any:
         raise ArgumentTypeError(f"args must be a {config.__name__}, not {type(args).__name__}.")
     fields = args.to_dict()
     fields.pop("push_to_hub_token", None)
-    return config(**fields | {"hub_token": args.hub_token})  # Add the token, because to_dict() hides it.
+    return config(**fields | {"hub_token": args.hub_token})  # to_dict() hides the token, so add it.
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Arguments of a run.
+    """Arguments of a run, from which `plan` prepares the run.
 
     Attributes:
         method: The algorithm, with the config.
         model: Hub id, folder or loaded model.
         train_dataset: Training set.
         eval_dataset: Evaluation set, or several by name.
-        processing_class: Tokenizer or processor. None: that of the model.
+        processing_class: Tokenizer or processor. None: it is loaded from the model's folder.
         peft_config: Config of a new adapter.
-        quantization_config: Quantization for loading the model.
+        quantization_config: Quantization config for loading the model.
         data_collator: The user's collator.
         compute_loss_func: The user's loss function.
-        name: Name of the trainer's class, for messages and for names of files.
+        name: Name of the trainer class, for messages and file names.
         images: Two flags: whether dataset rows may contain images, and whether tools or environments may return images.
-        rewards: Reward functions, for methods that sample: callables, reward models, or a `RewardRunner` of them.
+        rewards: Reward functions, for methods that sample: functions, reward models, or a `RewardRunner`.
         environments: Environments that write prompts.
-        rollout_engine: Engine that samples. None: created from the config.
-        load_model: Loads a model from a string.
-        prepare: Tokenizes and checks the training and evaluation sets of a plan. None: only prompts are checked, and
-            other rows must be tokenized.
+        rollout_engine: Engine that samples completions. None: it is created from the config.
+        load_model: Function that loads a model from a path or Hub id.
+        prepare: Function that tokenizes and checks the training and evaluation sets of a plan. None: only prompts are
+            checked, so rows of other methods must be tokenized.
     """
 
     method: Method[Any]
@@ -156,17 +154,17 @@ class Spec:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run before its model is loaded. All checks that need no weights have passed.
+    """Run whose model is not loaded yet. All checks that need no weights have passed.
 
     Attributes:
         spec: Arguments of the run.
-        vision: Handles images. It does nothing in a run on text.
-        tokenizer: Tokenizer of the policy, with the chat template of the config and a pad token.
+        vision: Object that handles images. It does nothing in a run on text.
+        tokenizer: Tokenizer of the policy, with the config's chat template and a pad token.
         checks: Checks of the run and their findings.
         train_dataset: Prepared training set.
         eval_dataset: Prepared evaluation set, or several by name.
-        model: Hub id or folder, or a loaded model.
-        raw: Training set as it was passed, before rows were dropped.
+        model: Hub id or folder of the model, or the loaded model.
+        raw: Training set as passed by the user, before rows were dropped.
         added_tokens: Token ids that a chat template added to the vocabulary.
     """
 
@@ -184,14 +182,14 @@ class Plan:
 def plan(spec: Spec) -> Plan:
     """Check the arguments of a run, load its tokenizer and prepare its data. No weights are loaded.
 
-    The model's embeddings are loaded only if a chat template changes the vocabulary.
+    The model is loaded only if a chat template changes the vocabulary.
 
     Raises:
-        PosttrainError: Training is not possible with these arguments, this config or this data.
+        PosttrainError: These arguments, this config or this data make training impossible.
     """
     args, model = spec.args, spec.model
     if args.output_dir:
-        # A reward function may change the working directory, so a relative folder is resolved once.
+        # Resolve a relative folder now, because a reward function may change the working directory.
         args.output_dir = os.path.abspath(args.output_dir)
     if spec.method.traits.samples and not isinstance(spec.rewards, RewardRunner):
         spec = replace(spec, rewards=RewardRunner(**reward_options(spec.rewards, args, None, spec.processing_class)))
@@ -229,7 +227,7 @@ def plan(spec: Spec) -> Plan:
 
 
 def prepared(planned: Plan) -> tuple[Any, Any]:
-    """Return the datasets of a plan. If the method samples, check prompts and try reward functions first."""
+    """Return the datasets of a plan. If the method samples, first check the prompts and test the reward functions."""
     train, evaluation, rewards = planned.train_dataset, planned.eval_dataset, planned.spec.rewards
     if not planned.spec.method.traits.samples:
         return train, evaluation
@@ -249,7 +247,7 @@ def loaded(spec: Spec, model: Any) -> Any:
 
 
 def load_model(planned: Plan) -> Any:
-    """Return the model of a plan, ready to train, with adapter, pad and end tokens, and a head for selected tokens."""
+    """Return the trainable model of a plan, with adapter, pad and end tokens, and an output head for selected tokens."""
     spec, traits = planned.spec, planned.spec.method.traits
     model = loaded(spec, planned.model)
     load.check_distributed(getattr(config_of(model), "distributed_config", None))
@@ -274,17 +272,16 @@ def build(
 ) -> Run:
     """Create the components of a run, for your own training loop.
 
-    The loop itself accumulates gradients, changes the learning rate, saves checkpoints and wraps the model for several
-    processes.
+    Your loop must accumulate gradients, change the learning rate, save checkpoints and wrap the model for several processes.
 
     Args:
         planned: Result of `plan`.
-        model: Result of `load_model`, on its device. None loads the model here.
-        accelerator: Accelerator of the run. None: a new one with the precision of the config.
-        progress: Object that stores the progress. None: a new run.
+        model: Result of `load_model`, on its device. None: the model is loaded here.
+        accelerator: Accelerator of the run. None: one with the config's precision is created.
+        progress: Progress of the run. None: a new run.
         layout: Function that chooses the row layout of a model. None: `choose_layout`.
-        sampling: Whether to create an engine and a sampler for a method that samples. Trainers pass False and create
-            their own.
+        sampling: Whether to create an engine and a sampler for a method that samples. Trainers pass False, because they
+            create both themselves.
 
     Raises:
         ConfigError: The method or an option works only in a trainer.
@@ -333,15 +330,16 @@ def build(
 def padding_id(tokenizer: Tokenizer, model: nn.Module) -> int:
     """Return the token id used as padding: the tokenizer's pad token, or 0 if the model has no embedding for that token.
 
-    Padding is identified by position, so any id with an embedding serves.
+    Padding is identified by position, so any id with an embedding can be used.
     """
     rows, token = embedding_rows(model), int(tokenizer.pad_token_id)
     return token if rows is None or token < rows else 0
 
 
 def refuse_without_trainer(method: Method[Any]) -> None:
-    """Raise an error if the run uses a feature that only trainers support: a reference model, rollouts that the method
-    generates itself, or options that act outside of a training step.
+    """Raise an error if the run uses a feature that only trainers support, such as dynamic sampling or NEFTune.
+
+    Reference comparison, rollouts that the method generates itself, and rollouts of worker processes also need a trainer.
     """
     traits, options = method.traits, vars(method.cfg)
     names = ("dynamic_sampling", "neftune_noise_alpha", "label_smoothing_factor", "sync_ref_model")
@@ -355,7 +353,9 @@ def refuse_without_trainer(method: Method[Any]) -> None:
 
 
 def with_sampling(run: Run, planned: Plan) -> Run:
-    """Return the run with an engine, prompts, rewards and a single-turn sampler; see `build`."""
+    """Return the run with additional components for sampling: engine, prompts, rewards and a single-turn sampler; see
+    `build`.
+    """
     args, rewards = run.args, planned.spec.rewards
     stop_ids, without_token = rollout.special_ids(run)
     sync = WeightSync(engine_of(run, planned.spec.rollout_engine, rewards), run)
@@ -389,20 +389,21 @@ def refuse_untrainable(
     collator: Any,
     eval_dataset: EvalSets | None = None,
 ) -> None:
-    """Raise an error for arguments with which training is not possible, before anything is loaded.
+    """Raise an error for arguments that make training impossible, before anything is loaded.
 
     Args:
         traits: Traits of the method.
         name: Name of the trainer class.
-        model: Argument of the trainer.
+        model: The trainer's argument ``model``.
         args: Config of the trainer.
-        train_dataset: Argument of the trainer.
+        train_dataset: The trainer's argument ``train_dataset``.
         collator: The user's ``data_collator``.
-        eval_dataset: Argument of the trainer.
+        eval_dataset: The trainer's argument ``eval_dataset``.
 
     Raises:
-        ArgumentTypeError: ``train_dataset`` has another type.
-        ConfigError: A collator or label smoothing is not supported, or a stream has no ``max_steps``.
+        ArgumentTypeError: ``train_dataset`` has an unsupported type.
+        ConfigError: A collator or label smoothing is not supported, a stream has no ``max_steps``, or there is no evaluation
+            set.
         DataError: There is no training set.
     """
     if collator is not None and not traits.takes_collator:
@@ -447,7 +448,7 @@ def refuse_untrainable(
 
 
 def warn_if_replaced(model: str | nn.Module | None, output_dir: str | None) -> None:
-    """Warn if the run would replace the files of its model."""
+    """Log a warning if the run would overwrite the files of its model."""
     if isinstance(model, str) and Path(model).absolute() == Path(output_dir or "").absolute():
         logger.warning("output_dir=%r is the folder of the model, so the run replaces the model's files.", output_dir)
 
@@ -463,7 +464,7 @@ def check_optim_args(args: PostTrainingConfig) -> None:
         used = create(args)
         with with_attributes(args, {"optim_args": None}):
             unused = create(args)
-    # Some optimizers need the model or a package. The trainer creates them later.
+    # Some optimizers need the model or a package. The trainer creates such an optimizer later.
     except Exception:
         return
     if used == unused:
@@ -475,7 +476,7 @@ def check_optim_args(args: PostTrainingConfig) -> None:
 
 
 def refuse_foreign_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Raise an error if the optimizer that the user passed updates no trained parameter of the model."""
+    """Raise an error if the optimizer that the user passed updates none of the model's trained parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -488,16 +489,16 @@ def refuse_foreign_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.
 
 
 def warn_of_unused(options: Mapping[str, Any]) -> None:
-    """Log a warning for loading options if the model was passed as an object."""
+    """Log a warning for each loading option that is set although the model was passed as an object."""
     for name in [name for name, value in options.items() if value]:
         logger.warning("%s is ignored because the model was passed as an object, so it is already loaded.", name)
 
 
 def loading_options(args: PostTrainingConfig, quantization_config: Any) -> dict[str, Any]:
-    """Return keywords for ``from_pretrained``.
+    """Return keyword arguments for ``from_pretrained``.
 
     Raises:
-        ConfigError: ``quantization_config`` is given twice.
+        ConfigError: ``quantization_config`` is set both as an argument and in ``model_init_kwargs``.
     """
     init = dict(args.model_init_kwargs or {})
     if quantization_config is not None and init.get("quantization_config") is not None:
@@ -516,14 +517,15 @@ def prepared_model(
     added_tokens: Sequence[int],
     generative: bool,
 ) -> Any:
-    """Return the model with its adapter and a head for selected tokens, and without dropout if the config disables it.
+    """Return the model with its adapter and an output head for selected tokens. Disable dropout if ``disable_dropout`` is
+    set.
 
     Args:
         model: The loaded model.
         args: The trainer's config.
         peft_config: Config of a new adapter, or None.
-        added_tokens: Ids of new tokens. The embeddings of new tokens are trained in addition to an adapter.
-        generative: Whether it has a language-model head. Otherwise its score head is trained.
+        added_tokens: Ids of new tokens. Their embeddings are trained in addition to an adapter.
+        generative: Whether the model has a language-model head. If not, its score head is trained.
     """
     if args.disable_dropout:
         disable_dropout_in_model(model)
@@ -543,11 +545,11 @@ def prepared_model(
 
 
 def refuse_float16(model: nn.Module, args: PostTrainingConfig) -> None:
-    """Raise an error for trained weights in float16, whose gradients overflow. With ``preflight="warn"`` it is only a
-    warning.
+    """Raise an error if trained weights are stored in float16, because their gradients overflow. Unless
+    ``preflight="error"``, only log a warning.
 
     Raises:
-        ConfigError: A trained parameter is stored in float16, and DeepSpeed has no float32 copy.
+        ConfigError: A trained parameter is stored in float16, and DeepSpeed does not hold a float32 copy.
     """
     count = sum(p.numel() for p in model.parameters() if p.requires_grad and p.dtype == torch.float16)
     if not count or args.deepspeed:
@@ -562,15 +564,16 @@ def refuse_float16(model: nn.Module, args: PostTrainingConfig) -> None:
 
 
 def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool = False) -> Layout:
-    """Choose the row layout for a model: trees if a probe shows that they are exact, otherwise one sequence per row.
+    """Choose the row layout for a model: packed prefix trees if a probe shows that they are exact, otherwise one sequence
+    per row.
 
     Args:
         model: Model that is ready to run.
         args: ``max_row_tokens``, ``pad_to_multiple_of``, ``bf16``, ``fp16``, ``device``.
-        padded: Whether one sequence per row is required. Virtual tokens always require it.
+        padded: Whether one sequence per row is required. Models with virtual tokens always require it.
     """
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    # Gather the parameters, because ZeRO-3 may have sharded them while they were loaded.
+    # Gather the parameters, because ZeRO-3 may have sharded them when the model was loaded.
     with alone(), parallel.gathered(model.parameters()):
         probe_head(model)
         layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast, args.device)
@@ -578,12 +581,12 @@ def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool = 
 
 
 def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout:
-    """Choose a row layout that also works for another model (a reference, a critic) that runs on the same batches.
+    """Choose a row layout that is exact for both the policy and another model that runs on the same batches.
 
     Args:
         layout: Layout of the policy.
-        other: Model that is ready to run.
-        args: The trainer's config; the same fields as in `choose_layout` are used.
+        other: Other model, such as a reference or a critic, that is ready to run.
+        args: The trainer's config; see `choose_layout`.
 
     Raises:
         ModelError: The rotary frequencies of the two models change at different lengths.
@@ -602,7 +605,7 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
 
 
 def make_checks(spec: Spec, vision: Media, tokenizer: Tokenizer) -> Checks:
-    """Create the checks of a run, before its model is loaded."""
+    """Create the checks of a run before its model is loaded."""
     traits = spec.method.traits
     checks = Checks(
         spec.args,
@@ -621,14 +624,14 @@ def make_checks(spec: Spec, vision: Media, tokenizer: Tokenizer) -> Checks:
 
 def watchers(checks: Checks, accelerator: Accelerator) -> dict[str, list[Callable[..., bool | None]]]:
     """Return the watchers that run the checks; see `Progress.watchers`."""
-    # Gradients of single parameters cannot be checked if they are sharded over ranks.
+    # If parameters are sharded over ranks, the gradient of a single parameter cannot be checked.
     sharded = parallel.is_prepared_late(accelerator)
     on_step = [checks.first_batch, checks.empty_steps, checks.economy]
     on_log = [checks.log_line] if checks.reads_log else []
     return {"step": on_step, "log": on_log, "gradient": [] if sharded else [checks.first_gradients]}
 
 
-# Methods of the transformers trainer. User code that overrides one of them expects dicts of padded tensors.
+# Methods of the transformers trainer. A user's override of one of them expects dicts of padded tensors.
 PADDED_STEPS = (
     "compute_loss",
     "training_step",
@@ -640,23 +643,21 @@ PADDED_STEPS = (
 
 
 def is_ours(cls: type) -> bool:
-    """Return whether a class belongs to this package or to transformers, and not to the user."""
+    """Return whether a class is defined in this package, in transformers or in Python, and not by the user."""
     return cls.__module__.split(".")[0] in ("posttrain", "transformers", "builtins")
 
 
 def user_override(kind: type, name: str) -> type | None:
-    """Return the user's class that defines ``name`` for a trainer. The result is None if the package's own definition
-    is used.
-    """
-    # Skip the adapter classes of compat/, because they do not define methods of the user.
+    """Return the user's class that overrides ``name`` for a trainer class. Return None if the package's definition is used."""
+    # Skip the adapter classes of compat/, because they contain no methods of the user.
     classes = [cls for cls in kind.__mro__ if not cls.__module__.startswith("posttrain.compat.")]
     owner = next((cls for cls in classes if name in vars(cls)), None)
     return None if owner is None or is_ours(owner) else owner
 
 
 def adapted(kind: type) -> type:
-    """Return the trainer class to instantiate for ``kind``. If a user's class overrides methods that expect dicts of
-    padded tensors, the result is a subclass of it with adapters.
+    """Return the trainer class to instantiate for ``kind``. If a user's class overrides methods that expect dicts of padded
+    tensors, return a subclass of ``kind`` that converts the inputs of these methods.
     """
     if kind.__module__.split(".")[0] == "posttrain" or not any(user_override(kind, name) for name in PADDED_STEPS):
         return kind
@@ -664,10 +665,10 @@ def adapted(kind: type) -> type:
 
 
 def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
-    """Raise an error for a loss function or an override that would not be called.
+    """Raise an error for a loss function or an override that the trainer would never call.
 
     Raises:
-        ConfigError: The message contains the class and what to override instead.
+        ConfigError: The loss function or override is never called. The message contains the method to override instead.
     """
     if compute_loss_func is not None and not trainer.method.traits.takes_loss_func:
         raise ConfigError(
@@ -685,12 +686,12 @@ def measured(dataset: AnyDataset, args: PostTrainingConfig) -> Any:
     return with_lengths(dataset, args.length_column_name)
 
 
-# Value that pads gathered tensors. It is lower than any value that methods gather.
+# Value that pads tensors before they are gathered. It is lower than any value that methods gather.
 PADDING = -1e9
 
 
 def ranks_of(accelerator: Accelerator) -> Ranks:
-    """Return the process ranks of a run and the collective operations between them."""
+    """Return the ranks of a run: this process's index, the number of processes, and collective operations."""
 
     def join(values: Tensor) -> Tensor:
         padded = accelerator.pad_across_processes(values, dim=0, pad_index=PADDING)

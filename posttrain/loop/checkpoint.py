@@ -1,4 +1,4 @@
-"""Atomic checkpoints, which hold everything a resumed run needs to give the same result as an uninterrupted one."""
+"""Atomic checkpoints. They contain all state that a resumed run needs to give the same result as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 
 MARKER = "COMPLETE"
-# File that marks an unfinished checkpoint. It contains the id of the run, so that leftovers of killed runs can be recognized.
+# File that marks an unfinished checkpoint. It contains the run id, so that unfinished checkpoints of killed runs are
+# recognized.
 BEGUN = f"{MARKER}.part"
 MISSING = "is missing"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
@@ -56,15 +57,13 @@ UNFINISHED = re.compile(r"checkpoint-\d+\.tmp-.+")
 
 
 def staging(folder: Path, step: int, run: str) -> Path:
-    """Return the folder in which the checkpoint of a step is written. The folder's name does not match the pattern of
-    checkpoint folders.
-    """
+    """Return the folder in which a step's checkpoint is written. Its name does not match the pattern of checkpoint folders."""
     return folder / f"checkpoint-{step}.tmp-{run}"
 
 
 def publish(part: Path, final: Path, run: str) -> None:
-    """Flush ``part`` to disk and rename it to ``final``. If ``final`` exists and belongs to this run, it is replaced. A
-    checkpoint of another run is renamed.
+    """Flush ``part`` to disk and rename it to ``final``. An existing checkpoint ``final`` of this run is replaced. An
+    existing checkpoint of another run is renamed.
 
     Args:
         part: Folder with the written checkpoint, see `staging`.
@@ -88,8 +87,8 @@ def publish(part: Path, final: Path, run: str) -> None:
 
 
 def mark(checkpoint: Path, run: str) -> None:
-    """Mark a checkpoint as complete. The marker file contains the run id, the time, and the size and hash of every
-    other file.
+    """Mark a checkpoint as complete. The marker file contains the run id, the time, and the size and hash of every other
+    file.
     """
     _flush_tree(checkpoint)
     step = CHECKPOINT_NAME.fullmatch(checkpoint.name)
@@ -108,8 +107,8 @@ def mark(checkpoint: Path, run: str) -> None:
 
 
 def _owner(checkpoint: Path) -> str | None:
-    """Return the id of the run that wrote a checkpoint, even an incomplete one. Return None if another program wrote
-    it.
+    """Return the id of the run that wrote a complete or incomplete checkpoint. Return None if another program wrote the
+    checkpoint.
     """
     return (marker(checkpoint) or marker(checkpoint, BEGUN) or {}).get("run")
 
@@ -131,7 +130,7 @@ def complete_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def last_complete_checkpoint(folder: str | Path) -> Path | None:
-    """Return the complete checkpoint that was written last. None if there is none."""
+    """Return the complete checkpoint that was written last, or None if there is no complete checkpoint."""
     complete = complete_checkpoints(folder)
     return complete[-1] if complete else None
 
@@ -146,12 +145,13 @@ def _hash(path: Path) -> str:
 
 
 def damage(checkpoint: Path, *, bytes_too: bool = False) -> str:
-    """Describe what is missing or has changed in a marked checkpoint since it was written. Empty if nothing has.
+    """Describe a file that is missing or has changed since a checkpoint was marked. Return an empty string if all are
+    intact.
 
     Args:
         checkpoint: Folder of the checkpoint.
-        bytes_too: Whether to read every file and compare hashes, for checkpoints that have them. Otherwise only sizes
-            are compared.
+        bytes_too: Whether to read every file and compare its hash, if the checkpoint has hashes. Otherwise, only sizes are
+            compared.
     """
     content = marker(checkpoint) or {}
     hashes = content.get("hashes", {}) if bytes_too else {}
@@ -167,13 +167,13 @@ def damage(checkpoint: Path, *, bytes_too: bool = False) -> str:
 
 
 def resolve_resume(resume: Any, folder: str | Path) -> str | None:
-    """Return the checkpoint selected by ``resume_from_checkpoint``. A path is returned unchanged; True selects the last
+    """Return the checkpoint that ``resume_from_checkpoint`` selects. A path is returned unchanged. True selects the last
     complete checkpoint in the folder.
 
-    ``"auto"`` is the same as True if the folder has a checkpoint, and the same as None otherwise.
+    ``"auto"`` means True if the folder has a complete checkpoint, and None otherwise.
 
     Raises:
-        CheckpointError: There is no checkpoint, there are only unmarked ones, or the named one is damaged.
+        CheckpointError: There is no checkpoint, there are only unmarked checkpoints, or the selected checkpoint is damaged.
     """
     if resume is None or resume is False or (resume == "auto" and not complete_checkpoints(folder)):
         return None
@@ -188,8 +188,8 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
             f"the checkpoint {str(path)!r} is incomplete: {broken}. {_offer(path.parent, path)} If the file was "
             f"changed on purpose, remove {MARKER} from the folder."
         )
-    # Continue with a warning, because files may be missing on purpose (e.g. the optimizer state). Code that needs a missing
-    # file raises an error.
+    # Log only a warning, because files may be missing on purpose (for example, the optimizer state). Code that needs a
+    # missing file raises an error.
     if broken:
         logger.warning("%s: %s since it was written.", path, broken)
     if marker(path) is None:
@@ -200,20 +200,20 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
     return str(resume)
 
 
-# Patterns of a checkpoint's weight files: of whole models, of adapters, and of the shards of each rank.
+# Patterns of weight files in a checkpoint: files of whole models, of adapters, and of the shards of each rank.
 WHOLE = ("model*.safetensors*", "pytorch_model.bin*", "pytorch_model-*")
 ADAPTERS = ("adapter_model.*", "*/adapter_model.*")
 PIECES = ("pytorch_model_fsdp*", "global_step*")
 
 
 def refuse_unreadable(folder: Path, model: nn.Module) -> None:
-    """Raise an error if this run cannot continue from the weights or the state in a folder. Without this check, torch
-    would raise an unclear error or fail silently.
+    """Raise an error if this run cannot continue from the weights or the state in a folder. Without this check, torch would
+    raise an unclear error or fail silently.
 
     Raises:
-        CheckpointError: The folder is not a checkpoint, or its weights or state are missing. The error is also raised
-            if only one of checkpoint and run has an adapter, if the adapters differ, or if peft does not save the
-            adapter's encoder.
+        CheckpointError: The folder is not a checkpoint, or its weights or state are missing. The error is also raised if
+            only one of checkpoint and run has an adapter, if their adapters differ, or if peft does not save the adapter's
+            encoder.
     """
     whole, adapter, pieces = (
         any(path for name in kind for path in folder.glob(name)) for kind in (WHOLE, ADAPTERS, PIECES)
@@ -261,14 +261,14 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
 
 
 def _changed_settings(folder: Path, now: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:
-    """Yield the settings of an adapter that differ from its saved config: name, saved value and current value.
+    """Yield each adapter setting that differs from the saved config: name, saved value and current value.
 
-    Settings that change neither weights nor forward pass, such as dropout, are skipped.
+    Settings that change neither the weights nor the forward pass, such as dropout, are skipped.
     """
     before = read_json(folder / "adapter_config.json")
     for name in sorted(before.keys() & now.keys() - {*UNREAD}):
         its, mine = _written(before[name]), _written(now[name])
-        # These initial values do not change the base weights, and a resumed run replaces them.
+        # These initializations do not change the base weights, and a resumed run replaces the initial values.
         same = name == "init_lora_weights" and {str(its), str(mine)} <= {"True", "False", "gaussian", "orthogonal"}
         # Empty collections mean the same as None.
         if its != mine and (its or mine) and not same and "dropout" not in name:
@@ -276,12 +276,12 @@ def _changed_settings(folder: Path, now: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _written(value: object) -> object:
-    """Return a setting as JSON stores it, with module names sorted."""
+    """Return a setting in the form in which JSON stores it. Lists, such as module names, are sorted."""
     plain = json.loads(json.dumps(value, default=list))
     return sorted(plain) if isinstance(plain, list) else plain
 
 
-# Explanations of what happens if a setting differs from the checkpoint's setting.
+# Effects of a setting that differs from the checkpoint's setting, for the warning.
 OPTIMIZERS = "the optimizer continues with the checkpoint's value"
 ORDER = "rows come in a different order from now on, so the run trains on some rows twice and on others never"
 SCHEDULE = "the first step uses the learning rate of the checkpoint's schedule, and later steps that of this run's"
@@ -294,8 +294,8 @@ KEPT_SETTINGS = {
 
 
 def settings(args: TrainingArguments, max_steps: int) -> dict[str, object]:
-    """Return the settings that a resumed run should share with its checkpoint. The argument ``max_steps`` is the
-    resolved number of steps, which may come from the number of epochs.
+    """Return the settings that must be the same in a resumed run and its checkpoint. ``max_steps`` is the resolved number of
+    steps, which may be computed from the number of epochs.
     """
     values = {name: getattr(args, name, None) for name in (*KEPT_SETTINGS, "optim")} | {"max_steps": max_steps}
     return {name: _written(value) for name, value in values.items()}
@@ -305,12 +305,12 @@ def refuse_other_run(state: Mapping[str, Any], method: str, optimizer: object) -
     """Raise an error if the checkpoint's optimizer state is not usable in this run.
 
     Args:
-        state: The saved state, see `saved_state`. Checkpoints of older releases do not name method and optimizer.
+        state: Saved state; see `saved_state`. Checkpoints of older releases do not contain method and optimizer.
         method: Class name of this run's method.
         optimizer: Value of ``optim`` in this run.
 
     Raises:
-        CheckpointError: The checkpoint is of another method or has the state of another optimizer.
+        CheckpointError: The checkpoint belongs to another method, or contains the state of another optimizer.
     """
     before, now = state.get("settings", {}), {"method": method, "optim": str(_written(optimizer))}
     other = [
@@ -327,7 +327,7 @@ def refuse_other_run(state: Mapping[str, Any], method: str, optimizer: object) -
 
 @contextlib.contextmanager
 def refused_if_shapes_differ(folder: str) -> Iterator[None]:
-    """Turn torch's error about weights of other shapes into a `CheckpointError`."""
+    """Replace torch's error about weights with different shapes with a `CheckpointError`."""
     try:
         yield
     except RuntimeError as error:
@@ -341,7 +341,7 @@ def refused_if_shapes_differ(folder: str) -> Iterator[None]:
 
 
 def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, object]) -> None:
-    """Log a warning for settings that differ from the checkpoint's, with both values and the effect."""
+    """Log a warning for settings that differ from the checkpoint's settings. It contains both values and the effect."""
     before = state.get("settings", {})
     by_effect: dict[str, list[str]] = {}
     for name, effect in KEPT_SETTINGS.items():
@@ -356,13 +356,13 @@ def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, object]) 
 
 
 def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool) -> None:
-    """Raise an error if a run would continue in the middle of an epoch with other rows than it started with.
+    """Raise an error if a run would continue in the middle of an epoch with different rows than before.
 
     Args:
-        state: The saved state, see `saved_state`.
+        state: Saved state; see `saved_state`.
         now: Result of `rows_fingerprint` for the current rows.
-        skips: Whether the run continues at its position in the rows. With ``ignore_data_skip`` it starts again at the
-            first row, so other rows are allowed.
+        skips: Whether the run continues at its saved position in the rows. With ``ignore_data_skip``, it starts at the first
+            row, so different rows are allowed.
 
     Raises:
         CheckpointError: The rows differ.
@@ -380,7 +380,7 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
 
 
 def rows_fingerprint(dataset: object) -> str | None:
-    """Return the number of rows and a hash of 32 evenly spaced rows, or ``"a stream"``. The result is None for rows that are
+    """Return the number of rows and a hash of 32 evenly spaced rows, or ``"a stream"``. Return None for rows that are
     computed on access.
     """
     if isinstance(dataset, IterableDataset):
@@ -424,7 +424,7 @@ def _offer(folder: Path, but: Path | None = None) -> str:
 
 
 def strangers(folder: str | Path, run: str) -> list[Path]:
-    """Return those checkpoints in a folder that were not written by this run, sorted by step."""
+    """Return the checkpoints in a folder that another run or program wrote, sorted by step."""
     return [path for path in _named(Path(folder)) if _owner(path) != run]
 
 
@@ -435,20 +435,20 @@ def _named(folder: Path) -> list[Path]:
 
 
 def leftovers(folder: str | Path) -> list[Path]:
-    """Return checkpoints that were only partly written or removed because the run was killed."""
+    """Return checkpoint folders that were only partly written or partly removed when the run was killed."""
     return sorted(path for path in Path(folder).glob("checkpoint-*") if UNFINISHED.fullmatch(path.name))
 
 
 def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -> list[Path]:
-    """Remove the oldest complete checkpoints of this run beyond ``limit``. Checkpoints of other runs are never removed.
+    """Remove the oldest complete checkpoints of this run until at most ``limit`` remain. Other runs' checkpoints are kept.
 
-    Unfinished checkpoints of this run are removed too, because a complete one has been written since.
+    If this run has a complete checkpoint, its unfinished checkpoints are also removed.
 
     Args:
         folder: Folder of the checkpoints.
         run: Id of this run.
         limit: Maximum number of checkpoints. None or 0: no limit.
-        keep: The best checkpoint, which is never removed.
+        keep: Path of the best checkpoint, which is never removed.
 
     Returns:
         The removed checkpoints.
@@ -478,7 +478,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _flush_tree(folder: Path) -> None:
-    """Wait until every file below ``folder``, and its directory entry, is on disk."""
+    """Wait until all files and folders below ``folder`` are on disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -499,7 +499,7 @@ def _flush_folder(folder: Path) -> None:
 
 # Error numbers for a full disk, an exhausted quota and a file above the maximum size.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# If torch cannot write a file, its error contains one of these texts, but not the cause (such as a full disk).
+# Texts in torch's error if it cannot write a file. This error does not contain the cause, such as a full disk.
 TORCHS_WRITER = ("PytorchStreamWriter failed", "inline_container")
 
 
@@ -511,7 +511,7 @@ def _is_of_room(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def telling_of_room(folder: Path, size: Callable[[], int]) -> Iterator[None]:
-    """Raise a clear error if a model could not be written completely because the disk is full."""
+    """Raise a clear error if a full disk prevents a model from being written completely."""
     try:
         yield
     except Exception as error:
@@ -528,23 +528,23 @@ STATE_FILE = "posttrain_state.json"
 
 
 class Checkpointer:
-    """Writes checkpoints atomically, and removes old ones.
+    """Writes checkpoints atomically, and removes old checkpoints.
 
-    A checkpoint is written to a temporary folder and then renamed. A checkpoint is marked as complete after callbacks
-    have added their files. Runs only resume from marked checkpoints.
+    A checkpoint is written to a temporary folder, which is then renamed. It is marked as complete after callbacks have added
+    their files. Runs only resume from marked checkpoints.
 
     Args:
         args: The trainer's config: ``output_dir``, ``save_total_limit``.
         accelerator: Accelerator of the run.
         lock: Lock of the run's folder. It contains the id of the run.
-        size: Returns the approximate size of a checkpoint in bytes.
+        size: Function that returns the approximate size of a checkpoint in bytes.
     """
 
     def __init__(self, args: PostTrainingConfig, accelerator: Accelerator, lock: Any, size: Callable[[], int]) -> None:
         self.args, self.accelerator, self.lock, self.size = args, accelerator, lock, size
-        # Id of the run that owns the folder. It is sent to all ranks when training begins.
+        # Id of the run that owns the folder. The main process broadcasts it to all ranks when training begins.
         self._run: str | None = None
-        # The latest checkpoint. It is not marked as complete yet, because callbacks may still add files to it.
+        # Path of the latest checkpoint until it is marked as complete. Callbacks may still add files to it.
         self._unmarked: Path | None = None
         self.place = Place(None, accelerator)
         self._begun = False
@@ -569,8 +569,8 @@ class Checkpointer:
         return resume
 
     def take_folder(self, model: nn.Module, checks: Checks, *, resumed: bool) -> None:
-        """Lock the run's folder and report on disk, memory and checkpoints of other runs. Only the main process does
-        this.
+        """Lock the run's folder, and report on disk space, memory and checkpoints of other runs. Only the main process calls
+        it.
 
         The folder is released if an error is raised.
 
@@ -581,7 +581,7 @@ class Checkpointer:
         """
         args, lock = self.args, self.lock
         saves = args.save_strategy != "no"
-        # In a second call of train(), the states of the first call are still in memory.
+        # In a second call of train(), the optimizer states of the first call are still in memory.
         first, self._begun = not self._begun, True
         fills_gpu = first and args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator)
         fills_gpu = fills_gpu and not keeps_on_host(args)
@@ -605,12 +605,12 @@ class Checkpointer:
             raise
 
     def save(self, write: Callable[[Path], None], folder: Path, state: TrainerState) -> None:
-        """Write a checkpoint with ``write`` and rename it to its final path. It is not marked yet.
+        """Write a checkpoint with ``write`` and rename it to its final path. `complete` marks it later.
 
         Args:
-            write: Called on every rank with the folder to write to.
+            write: Function that writes a checkpoint into a folder. It is called on every rank.
             folder: Folder of the run's checkpoints.
-            state: State of the trainer. ``best_model_checkpoint`` is set if this step is the best one.
+            state: State of the trainer. ``best_model_checkpoint`` is set to the folder of the best step.
         """
         self.complete(state)
         final = folder / f"checkpoint-{state.global_step}"
@@ -637,10 +637,10 @@ class Checkpointer:
                 publish(part, final, self.run)
 
     def complete(self, state: Any) -> Path | None:
-        """Mark the last checkpoint as complete, including the files of callbacks, then remove old ones.
+        """Mark the last checkpoint as complete, including the files of callbacks. Then remove old checkpoints.
 
         Returns:
-            Its folder. The result is None if no checkpoint was written since the last call.
+            The folder of the checkpoint, or None if no checkpoint was written since the last call.
         """
         final, self._unmarked = self._unmarked, None
         if final is None:
@@ -659,8 +659,8 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _all_or_nothing(self, part: Path, state: Any, *, remove: bool = True) -> Iterator[None]:
-        """Remove a checkpoint that could not be written completely. The error names the checkpoint that is still
-        available.
+        """Remove a checkpoint that could not be written completely. If the disk is full, the error names the last complete
+        checkpoint.
         """
         try:
             yield
@@ -686,18 +686,18 @@ class Checkpointer:
 
 
 def save_state(folder: Path, state: dict[str, Any], accelerator: Accelerator) -> None:
-    """Write the state that a trainer needs besides its weights, one file per process."""
+    """Write the trainer's state that is needed in addition to weights. Each process writes its own file."""
     content = json.dumps(state | {"processes": accelerator.num_processes})
     (folder / f"{accelerator.process_index}_{STATE_FILE}").write_text(content, encoding="utf-8")
 
 
 def saved_state(folder: str | None, accelerator: Accelerator) -> dict[str, Any]:
-    """Return the state that `save_state` wrote for this process. If the number of processes changed, return the first
-    process's state. Empty if there is no file.
+    """Return the state that `save_state` wrote for this process, or an empty dict if there is no file. If the number of
+    processes changed, return the state of the first process.
 
-    The states of processes differ only in three things: unused rollouts, logged rows, and cached reference log-probs
-    that were not exchanged yet. If the number of processes changed, `OnlineTrainer` raises an error for unused
-    rollouts, and the log-probs are computed again.
+    The states of processes differ only in three things: unused rollouts, logged rows, and cached reference log-probs that
+    were not exchanged yet. If the number of processes changed, `OnlineTrainer` raises an error for unused rollouts, and the
+    log-probs are recomputed.
     """
     files = [] if folder is None else sorted(Path(folder).glob(f"*_{STATE_FILE}"))
     if not files:
@@ -707,16 +707,16 @@ def saved_state(folder: str | None, accelerator: Accelerator) -> dict[str, Any]:
 
 
 class Place:
-    """Position in the training rows, and random states, from which a resumed run continues.
+    """Position in the training rows, and random states, at which a resumed run continues.
 
-    `transformers` counts the rows of a stream from the start of its first pass. `transformers` restores random states
-    after the batches of the first step were read. By then, an online method has already sampled and scored completions,
-    so this class restores them earlier.
+    `transformers` counts the rows of a stream from the start of its first pass, and restores random states after the batches
+    of the first step were read. By then, an online method has already sampled and scored completions. This class therefore
+    restores random states earlier.
 
     Attributes:
         checkpoint: Checkpoint whose random states must still be restored. None: they were restored, or the run is new.
-        stream: Number of finished passes over the rows, micro-batches drawn in the current pass, and micro-batches of
-            the last full pass (0: no pass has ended yet).
+        stream: Three numbers: finished passes over the rows, micro-batches read in the current pass, and micro-batches of
+            the last full pass (0 before the end of the first pass).
     """
 
     def __init__(self, checkpoint: str | None, accelerator: Accelerator) -> None:
@@ -725,8 +725,10 @@ class Place:
         self._iterator: Any = None
 
     def begin(self, start: tuple[int, int], dataset: AnyDataset, *, skips: bool) -> tuple[int, int]:
-        """Return the index of the pass to continue, and the number of its micro-batches to skip. A resumed stream uses
-        the saved position, with nothing skipped if ``skips`` is False. Otherwise, ``start`` is returned.
+        """Return the index of the pass to continue, and the number of its micro-batches to skip.
+
+        For a resumed stream, these numbers are the saved position, or the start of the pass if ``skips`` is False.
+        Otherwise, they are ``start``.
         """
         if self._saved is None or not isinstance(dataset, IterableDataset):
             return start
@@ -735,8 +737,8 @@ class Place:
         return self.stream[0], self.stream[1]
 
     def draw(self, iterator: Any, count: int, requested: int) -> None:
-        """Count the micro-batches that were read. A new iterator begins a new pass. If fewer than ``requested`` were read,
-        the pass has ended.
+        """Count the micro-batches that were read. A new iterator begins a new pass. The pass has ended if fewer than
+        ``requested`` micro-batches were read.
         """
         passes, drawn, length = self.stream
         if iterator is not self._iterator:
@@ -746,14 +748,14 @@ class Place:
         self.stream = [passes, drawn, drawn if count < requested else length]
 
     def epoch(self, estimate: float | None) -> float | None:
-        """Return the number of passes over the rows. Before the first pass has ended, the length of a stream is unknown
-        and ``estimate`` is returned.
+        """Return the number of passes over the rows, as a fraction. The length of a stream is unknown until its first pass
+        has ended. Until then, return ``estimate``.
         """
         passes, drawn, length = self.stream
         return passes + min(drawn / length, 1.0) if length else estimate
 
     def restores_random(self) -> bool:
-        """Return True once, if random states must be restored now."""
+        """Return whether random states must be restored now. Only the first call after a resume returns True."""
         pending, self.checkpoint = self.checkpoint, None
         return pending is not None
 
@@ -770,7 +772,7 @@ def warn_of_other_rows(state: dict[str, Any], now: int) -> None:
 
 
 def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
-    """Store the state of stateful callbacks in the trainer's state. `transformers` reads it on resume."""
+    """Store the state of stateful callbacks in the trainer's state. `transformers` reads it when a run resumes."""
     for holder in callbacks:
         if isinstance(holder, ExportableState):
             name, kept = type(holder).__name__, state.stateful_callbacks
@@ -781,10 +783,10 @@ def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
 
 
 def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Finding | None:
-    """Find checkpoints of other runs, and remove unfinished folders of killed runs."""
+    """Return a finding about checkpoints of other runs. Also remove unfinished folders of killed runs."""
     folder = Path(args.output_dir).expanduser()
     others = strangers(folder, run)
-    # These folders can be removed: this run holds the lock of the output folder, so no other process writes them.
+    # This run holds the lock of the output folder, so no other process is writing these folders. They can be removed.
     for path in leftovers(folder):
         logger.warning("%s was only partly written by a run that was killed. The folder is removed.", path)
         shutil.rmtree(path, ignore_errors=True)
@@ -792,14 +794,12 @@ def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Findi
 
 
 def checkpoint_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
-    """Estimate the disk space of a checkpoint: optimizer state and weights (for an adapter, only the adapter's
-    weights).
-    """
+    """Estimate the disk space of a checkpoint: optimizer state and saved weights."""
     return weight_bytes(model) + (0 if args.save_only_model else _state_bytes(model, args))
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the size in bytes of the weights that are saved. For an adapter, only the adapter's weights are saved."""
+    """Return the size in bytes of the saved weights. For an adapter, only the adapter's weights are saved."""
     adapter = bool(adapters_of(model))
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not adapter)
 
@@ -815,14 +815,15 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-# Signals that end a run: of Ctrl-C, of schedulers and launchers before they kill a process, and of a closed terminal.
+# Signals that end a run. They are sent by Ctrl-C, by a scheduler or launcher before it kills a process, and by a closed
+# terminal.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Number of seconds that cleanup may take after the second signal. After that, the process is ended.
+# Number of seconds between the second signal and the forced end of the process. In this time, the process can clean up.
 SECONDS_TO_END = 10.0
 
 
 def _forget_wakeup() -> None:
-    """Disable the signal wakeup in forked processes. Only the training process counts signals."""
+    """Disable the signal wakeup in forked processes, because only the training process counts signals."""
     signal.set_wakeup_fd(-1)
 
 
@@ -831,19 +832,19 @@ if hasattr(os, "register_at_fork"):
 
 
 def _signals() -> list[signal.Signals]:
-    """Return the signals to handle. Under `nohup` the signal of a closed terminal is ignored."""
+    """Return the signals to handle. Under `nohup`, SIGHUP (closed terminal) is excluded, because it is ignored."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _give_back(handlers: Mapping[int, Any]) -> None:
-    """Restore the handlers that `signal.signal` returned. A handler of None was not set from Python."""
+    """Restore the handlers that `signal.signal` returned. The handler None was not set from Python."""
     for number, handler in handlers.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager
 def without_signals() -> Iterator[None]:
-    """Finish writing a model before the first signal is handled. The second signal stops at once."""
+    """Defer the first signal until a model is completely written. A second signal stops the process at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -865,13 +866,13 @@ def without_signals() -> Iterator[None]:
         _give_back(before)
     if caught:
         handler = before[caught[0]]
-        # Call a Python handler directly, because raising the signal again would count it twice.
+        # Call a Python handler directly, because raising the signal would count it twice.
         handler(caught[0], None) if callable(handler) else signal.raise_signal(caught[0])
 
 
 def _leave_terminal(shown: list[int]) -> None:
-    """Redirect the output of a closed terminal to the null device. Writing to it would raise an error and end the run
-    without a checkpoint.
+    """Send the output of a closed terminal to the null device. Otherwise, writing to it would raise an error and end the
+    run without a checkpoint.
     """
     for number in shown:
         if not os.isatty(number):
@@ -881,7 +882,7 @@ def _leave_terminal(shown: list[int]) -> None:
 
 
 class EvaluationStopped(Exception):
-    """Raised if an evaluation was stopped early because the run was asked to stop."""
+    """Raised to stop an evaluation early after a signal requested the end of the run."""
 
 
 def owes_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
@@ -899,14 +900,14 @@ def owes_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
 
 
 class GracefulInterrupt(transformers.TrainerCallback):
-    """Handles signals during training: the first SIGINT, SIGTERM or SIGHUP stops the run after the current step or
-    evaluation batch, and the second stops it at once.
+    """Handles signals during training. The first SIGINT, SIGTERM or SIGHUP stops the run after the current step or
+    evaluation batch. The second signal stops the run at once.
 
-    The second signal raises KeyboardInterrupt in the main thread. If that does not end the process (a collective waits
-    for a dead process, or a hook catches every exception), a second thread ends it.
+    The second signal raises KeyboardInterrupt in the main thread. The process may survive this if a collective waits for a
+    dead process, or if a hook catches every exception. A second thread then ends the process.
 
     Attributes:
-        requested: Whether the run was asked to stop, on any rank.
+        requested: Whether a signal requested the end of the run, on any rank.
     """
 
     def __init__(self) -> None:
@@ -921,7 +922,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._evaluates = False
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        # The signal was received by a forked process, for example of a reward function.
+        # A forked process received the signal, for example a process of a reward function.
         if os.getpid() != self._process:
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
@@ -939,7 +940,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
         )
 
     def install(self, accelerator: Accelerator) -> None:
-        """Install the signal handlers. Only the main thread can do this."""
+        """Install the signal handlers. In other threads than the main thread, no handler is installed."""
         self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
         self._began = time.monotonic()
         if threading.current_thread() is threading.main_thread():
@@ -953,7 +954,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
             threading.Thread(target=self._end_on_second, args=(receiver,), daemon=True).start()
 
     def _end_on_second(self, receiver: socket.socket) -> None:
-        """End the process some seconds after the second signal, unless training ends first."""
+        """End the process `SECONDS_TO_END` seconds after the second signal, unless training ends first."""
         caught: list[int] = []
         with receiver:
             while len(caught) < 2:
@@ -976,8 +977,10 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._previous, self._accelerator = {}, None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> Any:
-        """Ask the loop to log, save and stop. All ranks stop after the same step, whichever rank received the signal."""
-        # Read the flag only once, so that a signal that arrives later counts for the next step.
+        """Request that the loop logs, saves and stops. All ranks stop after the same step, whichever rank received the
+        signal.
+        """
+        # Read the flag only once. A signal that arrives later then applies to the next step.
         stop, late = (
             self.requested,
             args.max_hours is not None and time.monotonic() - self._began > args.max_hours * 3600,
@@ -999,13 +1002,13 @@ class GracefulInterrupt(transformers.TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> TrainerControl:
-        """Skip the evaluation if the run was asked to stop."""
+        """Skip the evaluation if a signal requested the end of the run."""
         control.should_evaluate = control.should_evaluate and not (self.requested and control.should_training_stop)
         return control
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Mark an evaluation that the loop itself runs. An evaluation that a callback requests is not stopped early."""
+        """Mark an evaluation as one that the loop runs. Only such an evaluation is stopped early."""
         self._evaluates = True
         try:
             yield
@@ -1013,10 +1016,10 @@ class GracefulInterrupt(transformers.TrainerCallback):
             self._evaluates = False
 
     def leave_evaluation(self) -> None:
-        """Stop an evaluation of the loop if any rank was asked to stop. All ranks stop after the same batch.
+        """Stop an evaluation of the loop if any rank received a signal. All ranks stop after the same batch.
 
         Raises:
-            EvaluationStopped: A rank was asked to stop.
+            EvaluationStopped: A rank received a signal.
         """
         if self._accelerator is None or not self._evaluates:
             return

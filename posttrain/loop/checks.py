@@ -1,4 +1,4 @@
-"""Checks of a trainer at four moments: its config, its data, its first batch, and every log line.
+"""Checks of a run at four moments: on its config, on its data, on its first batch, and on every log line.
 
 The main process runs the checks and broadcasts the findings, so that an error ends the run on all ranks.
 """
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Register the checks of all modules here, so that no further modules are imported while a trainer is created.
+# Register the checks of all modules now, so that creating a trainer imports no further modules.
 load()
 
 FILE = "preflight.json"
@@ -65,9 +65,9 @@ class Checks:
         args: The trainer's config.
         command: The trainer's command name, such as ``"grpo"``.
         ignored_codes: Codes of findings that do not apply to the rows of this method.
-        log_area: First letter of the finding codes that the log rules (`posttrain.checks.rules`) may report. Empty: the
-            log rules report no findings.
-        log_codes: Codes that are checked after every log line.
+        log_area: First letter of the codes that the log rules (`posttrain.checks.rules`) report. Empty: the log rules are
+            disabled.
+        log_codes: Codes of the checks that run after every log line.
         zero_gradient_is_normal: Whether a step may have a zero gradient. In online methods, the gradient is zero if all
             rewards within each group are equal.
         fills_prompts: Whether environments write the prompts. Prompts of the dataset may then be empty or equal.
@@ -94,25 +94,25 @@ class Checks:
         self.step_codes = ("PT-T003",) if zero_gradient_is_normal else ("PT-T001", "PT-T003")
         self.fills_prompts = fills_prompts
         self.record: Any = None
-        # Maximum number of trained tokens of a pass so far, and maximum number of tokens of a sequence so far.
+        # Two maxima so far: the number of trained tokens of a pass, and the number of tokens of a sequence.
         self.largest_seen = (0, 0)
-        # Length of the longest training sequence in tokens. It is 0 until it is known.
+        # Length of the longest training sequence in tokens. It is 0 while this length is unknown.
         self.longest_of_data = 0
-        # Maximum number of tokens per sequence that all models support.
+        # Maximum sequence length in tokens that all models support.
         self.positions = math.inf
         self._steps = self._empty = 0
         self._written = False
-        self._early: list[Finding] = []  # Findings from before the run record exists. They are written to it later.
+        self._early: list[Finding] = []  # Findings from before the run record exists. They are added to it later.
 
     def saved_tokens(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        """Check the padding and stop tokens in the configs that are saved with the model. Later calls have no effect."""
+        """Check the padding and stop tokens in the configs that are saved with the model. Only the first call has an effect."""
         if not self._tokens_checked:
             self._tokens_checked = True
             with self.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
                 self.report(special_token_findings(model, tokenizer))
 
     def knows(self, *, parts: Mapping[str, Any] | None = None, **fields: Any) -> None:
-        """Set fields of the `Context` that probes read, and add components of the run by name."""
+        """Set fields of the checks' `Context`, and add components of the run by name."""
         for name, value in fields.items():
             setattr(self.context, name, value)
         self.context.parts = {**self.context.parts, **(parts or {})}
@@ -122,7 +122,7 @@ class Checks:
     def config(
         self, model: nn.Module, train_dataset: AnyDataset, eval_dataset: EvalSets | None, peft_config: PeftConfig | None
     ) -> Any:
-        """Run the checks of the first moment, before weights are loaded. Return the training set, without bad rows if
+        """Run the checks of the config before weights are loaded. Return the training set, without bad rows if
         ``bad_rows="drop"``.
         """
         self.knows(model_config=model_config_of(model, self.args), peft_config=peft_config)
@@ -156,7 +156,7 @@ class Checks:
             ])  # fmt: skip
 
     def data(self, head: DatasetHead, eval_dataset: EvalSets | None) -> None:
-        """Run the checks of the second moment: on sampled rows of the tokenized training set, and on the chat template.
+        """Run the checks of the data: on sampled rows of the tokenized training set, and on the chat template.
 
         Args:
             head: Sampled rows of the training set.
@@ -165,7 +165,7 @@ class Checks:
         if not self.preflight.active:
             return
         sample = None
-        # Ignore errors of rows that cannot be used. Training reports them later, with the row number.
+        # Ignore errors about rows that cannot be used. Training reports these errors later, with the row number.
         with contextlib.suppress(PosttrainError):
             sample = head.sample if not head.streams and head.prepared is not None else None
         rows = sample.rows if sample is not None else ()
@@ -203,10 +203,10 @@ class Checks:
             self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
 
     def empty_steps(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> bool:
-        """Count consecutive steps in which no token contributes to the loss. After the third such step, the run ends.
+        """Count consecutive steps in which no token contributes to the loss. The third such step ends the run.
 
-        In online methods, such steps are normal, because all completions of a step may be masked. Other checks (of
-        rewards, lengths and gradients) detect runs whose completions never end.
+        In online methods, such steps are normal, because all completions of a step may be masked. Other checks (of rewards,
+        lengths and gradients) detect runs whose completions never end.
         """
         self._empty = 0 if counts.tokens else self._empty + 1
         if self._empty >= EMPTY_STEPS and not self.zero_gradient_is_normal:
@@ -224,7 +224,7 @@ class Checks:
         return False
 
     def log_line(self, history: Sequence[Mapping[str, float]]) -> bool:
-        """Run the checks of the fourth moment, after each log line.
+        """Run the checks of the log after each log line.
 
         Args:
             history: All log lines, including the new one.
@@ -234,25 +234,25 @@ class Checks:
         return True
 
     def log_findings(self, history: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
-        """Yield the findings of the method's log rules for the newest log line."""
+        """Yield the findings of the method's log rules about the newest log line."""
         if self.log_area == "P" or (self.log_area and history and "loss" in history[-1]):
             yield from check_log(history, self.log_area, generations_per_step=self.args.generations_per_step)
 
     @property
     def reads_log(self) -> bool:
-        """Whether any check reads the log of this run."""
+        """Whether at least one check reads the log of this run."""
         return self.preflight.active and (bool(self.log_codes) or self.preflight.has("log_step", self.context))
 
     # Steps and gradients -----------------------------------------------------------------------------------------
 
     def measure_models(self) -> None:
-        """Compute the maximum sequence length that the model and its teachers support."""
+        """Compute the maximum sequence length that the model and all teachers support."""
         teachers = [part for name, part in self.context.parts.items() if name.startswith("teacher_model")]
         self._texts = [text for model in (self.context.model, *teachers) if (text := text_of(config_of(model)))]
         self.positions = min((known for text in self._texts if (known := context_length(text))), default=math.inf)
 
     def has_overlong_sequence(self, batches: Sequence[Batch]) -> float:
-        """Record the sizes of a step's passes. Return 1.0 if a sequence of this rank is longer than the model's number
+        """Record the sizes of a step's passes. Return 1.0 if this rank has a sequence that is longer than the model's number
         of positions, else 0.0.
         """
         sizes = [(b.input_ids.numel(), int(b.position_ids.max()) + 1) for b in batches if b.input_ids.numel()]
@@ -261,8 +261,8 @@ class Checks:
         return float(max(lengths) > self.positions)
 
     def report_overlong(self) -> None:
-        """Report a sequence that is longer than a model's number of positions. Each rank reports once. All ranks must
-        call it together.
+        """Report a sequence that is longer than a model's number of positions. Each rank reports at most one sequence. All
+        ranks must call this method together.
         """
         longest, mine = self.largest_seen[1], []
         if longest > self.positions:
@@ -271,14 +271,14 @@ class Checks:
         self.report(parallel.all_gather_objects(mine, PartialState())[:1])
 
     def first_gradients(self, model: nn.Module, micro_batches: Sequence[Sequence[Batch]]) -> bool:
-        """Check that parameters receive gradients. The check runs in the first step that has a finite gradient and a
-        trained token.
+        """Check that parameters receive gradients. This check runs in the first step with a trained token and a finite
+        gradient.
         """
-        if self._empty:  # A step without a trained token has no gradient, so check the next step instead.
+        if self._empty:  # A step without a trained token has no gradient, so check a later step.
             return True
         norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         if norms and not any(norms.values()) and all("trainable_tokens" in name for name in norms):
-            return True  # The rows of this step may not have contained the new tokens, so check a later step again.
+            return True  # Perhaps no row of this step contains the new tokens, so check a later step.
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
         with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
@@ -321,21 +321,23 @@ class Checks:
             self.finish()
 
     def report_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
-        """Run ``look`` on the main process, and report its findings on every rank. All ranks must call it."""
+        """Run ``look`` on the main process, and report its findings on every rank. All ranks must call this method."""
         state = PartialState()
         with parallel.failing_together(state):
             findings = list(look()) if state.is_main_process else []
         self.report(parallel.all_gather_objects(findings, state))  # type: ignore[arg-type]
 
     def keep(self, findings: Iterable[Finding]) -> None:
-        """Write findings to the run record. Findings from before the record exists are written when it is created."""
+        """Write findings to the run record. If the record does not exist yet, the findings are written when it is created."""
         self._early += findings
         if self.record is not None:
             self.record.add_findings(self._early)
             self._early = []
 
     def finish(self) -> None:
-        """Write the findings if the run's folder already exists. (The folder is created at the first step.)"""
+        """Update the findings in the run's folder, if they have been written before. The folder is created at the first
+        step.
+        """
         if self._written:
             self.write()
 
@@ -343,7 +345,7 @@ class Checks:
         """Write ``preflight.json`` to the run's folder if there are new findings. Only the main process writes.
 
         Args:
-            refused: Whether an error ends the run here. If the folder still contains the file of another run, that file is
+            refused: Whether an error ends the run here. If the folder still contains the file of another run, this file is
                 not overwritten.
         """
         if not PartialState().is_main_process or not (self.preflight.changed or refused):
@@ -359,14 +361,14 @@ class Checks:
 
 @cache
 def log_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the codes that start with one of these letters and are checked after each log line. Codes in ``apart`` are
+    """Return the codes of checks that run after each log line and start with one of these letters. Codes in ``apart`` are
     excluded, because they are checked elsewhere.
     """
     return tuple(code for letter in letters for code in codes_of(letter, "log_step") if code not in apart)
 
 
 def model_config_of(model: nn.Module, args: PostTrainingConfig) -> Any:
-    """Return the model's config. For a path or Hub id, it is read without the weights. Return None if it cannot be read."""
+    """Return the model's config, or None if it cannot be read. For a path or Hub id, the config is read without the weights."""
     if not isinstance(model, str):
         return config_of(model)
     from transformers import AutoConfig
@@ -376,7 +378,7 @@ def model_config_of(model: nn.Module, args: PostTrainingConfig) -> Any:
         return AutoConfig.from_pretrained(
             model, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
         )
-    # Ignore the error here, because loading the model will raise an error with a clearer message.
+    # Ignore this error, because loading the model will raise an error with a clearer message.
     except Exception:
         return None
 
@@ -387,14 +389,14 @@ def _norm(gradient: torch.Tensor | None) -> float | None:
 
 # Findings from numbers -----------------------------------------------------------------------------------------
 
-# Number of consecutive steps without a trained token that causes a finding.
+# Number of consecutive steps without a trained token after which a finding is reported.
 EMPTY_STEPS = 3
 PADDING_MOST = 0.4
 ECONOMY_STEPS = 10  # Number of steps after which the share of padding is checked.
 
 
 def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
-    """Check the trained parameters after the first backward pass. At least one of them must have a gradient, and all
+    """Check the gradients after the first backward pass. At least one trained parameter must have a gradient, and all
     gradients must be finite.
 
     Args:
@@ -446,7 +448,7 @@ def nothing_trained(steps: int) -> Finding:
 
 
 def check_padding(real: int, computed: int) -> Finding | None:
-    """Return a finding if most of the computed tokens are padding.
+    """Return a finding if more than `PADDING_MOST` of the computed tokens are padding.
 
     Args:
         real: Number of tokens that belong to sequences.
@@ -471,14 +473,13 @@ def _positions_of(text: Any, longest: int) -> Finding | None:
 
 
 def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding | None:
-    """Return a finding if a sequence is longer than the number of positions that the model was trained on or has
-    embeddings for.
+    """Return a finding if a sequence has more tokens than the model has positions.
 
     Args:
         longest: Number of tokens of the longest sequence of a step.
         known: Number of positions of the model (``max_position_embeddings``). None: the config does not contain it.
-        rotary: Whether positions are computed, so that later ones exist but are untrained. Otherwise they are rows of
-            an embedding table.
+        rotary: Whether positions are rotary. If so, positions beyond ``known`` exist, but are untrained. Otherwise,
+            positions are rows of an embedding table.
     """
     if known is None or longest <= known:
         return None
@@ -496,8 +497,8 @@ def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding
 
 
 def embedding_rows(model: nn.Module) -> int | None:
-    """Return the number of rows of a model's input embedding. Return None if the model has none, or only a shard of it
-    on this process.
+    """Return the number of rows of a model's input embedding. Return None if the model has no input embedding, or if this
+    process has only a shard of it.
     """
     try:
         shape = model.get_input_embeddings().weight.shape
@@ -507,14 +508,14 @@ def embedding_rows(model: nn.Module) -> int | None:
 
 
 def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name: str = "the model") -> Finding | None:
-    """Compare token ids with the number of rows of the embedding. A larger id causes an error on a CPU and a
+    """Return a finding if a token id exceeds the rows of the embedding. Such an id causes an error on a CPU and a
     device-side assertion on a GPU.
 
     Args:
         rows: Number of rows of the embedding. None: nothing is checked.
         tokens: Number of tokens of the tokenizer.
         highest: Largest id in the sampled rows. None: no rows were sampled.
-        name: Name of the model with this embedding, for messages.
+        name: Name of the model that has this embedding, for messages.
     """
     if rows is None:
         return None
@@ -542,8 +543,8 @@ def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name
 
 
 def check_tokens(context: Context, ids: Iterable[int] = (), reference: Reference | None = None) -> Iterator[Finding]:
-    """Compare the token ids of the sampled rows, and the ids in ``ids``, with the embeddings of the policy and of the
-    reference.
+    """Compare token ids with the embeddings of the policy and the reference. The ids are those of the sampled rows, and
+    ``ids``.
     """
     tokenizer = inner_tokenizer(context.tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
@@ -558,7 +559,7 @@ def check_tokens(context: Context, ids: Iterable[int] = (), reference: Reference
 
 
 def check_reward_models(context: Context) -> Iterator[Finding]:
-    """Check that each reward model has at least as many embeddings as its tokenizer has tokens."""
+    """Yield a finding for each reward model that has fewer embeddings than its tokenizer has tokens."""
     rewards: Any = context.parts.get("rewards")
     for function in () if rewards is None else rewards.functions:
         model, tokenizer = getattr(function, "model", None), getattr(function, "tokenizer", None)

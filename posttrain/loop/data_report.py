@@ -1,5 +1,5 @@
-"""`DataReport`: a summary of the training data, which is logged once at the start. Also the option ``strict_data``,
-which turns warnings about the data into errors.
+"""`DataReport`: a summary of the training data, which is logged once at the start. This module also implements
+``strict_data``, which turns warnings about the data into errors.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# TEMPLATE_ROWS: number of rows with which the chat template is checked. SEQUENCES_DESCRIBED: number of sequences that are
-# shown.
+# TEMPLATE_ROWS: number of rows with which the chat template is checked. SEQUENCES_DESCRIBED: number of sequences that the
+# report shows.
 TEMPLATE_ROWS, SEQUENCES_DESCRIBED = 32, 3
-# Number of examples that are tokenized. The first number applies to datasets, the second to streams, of which the first
-# examples are used.
+# Number of examples that are tokenized for the report: evenly spaced examples of a dataset, or the first examples of a
+# stream.
 EXAMPLES_TOKENISED, EXAMPLES_OF_STREAM = 64, 32
 CHAT = ("messages", "prompt", "chosen", "conversations")
 
@@ -85,18 +85,19 @@ class DataReport:
     """Summary of a sample of the training set, with the tokens that the model receives.
 
     Attributes:
-        rows_in, rows_out: Number of rows before and after preparation. If known, ``rows_out`` is the number before
-            packing. None for a stream.
+        rows_in, rows_out: Number of rows before and after preparation. With packing, ``rows_out`` is the number of rows
+            before packing, if known. None for a stream.
         dropped: Number of dropped rows by reason.
-        sampled: Number of rows, evenly spaced over the set, from which all following values are computed.
-        tokens, trained_tokens: Number of tokens in the sampled sequences, and how many of them contribute to the loss.
+        sampled: Number of sampled rows, evenly spaced over the set. All following values are computed from these rows.
+        tokens, trained_tokens: Number of all tokens in the sampled sequences, and number of tokens that contribute to the
+            loss.
         lengths: Sequence length in tokens: min, median, p95, max.
-        packing_fill: Number of tokens of a packed row as a fraction of ``max_length``. None without packing.
-        shown: Decoded sequences as lists of ``[text, trained]``, one per token.
-        first_trained, last_trained: Most frequent first tokens and last tokens of the parts that contribute to the
-            loss, with their counts.
+        packing_fill: Average length of packed rows, as a fraction of ``max_length``. None without packing.
+        shown: Decoded example sequences. Each sequence is a list of ``(text, trained)``, one per token.
+        first_trained, last_trained: Most frequent first and last tokens of the trained parts, with their counts. A trained
+            part is the part of a sequence that contributes to the loss.
         equal_pairs: Number of pairs whose chosen and rejected answers have the same tokens.
-        labels: Number of rows by label, for unpaired preferences.
+        labels: Number of rows with each label, for unpaired preferences.
         findings: Findings about the rows and the chat template.
     """
 
@@ -146,11 +147,11 @@ class DataReport:
 
 @contextmanager
 def warnings_are_errors(strict: bool) -> Iterator[None]:
-    """Collect the warnings that are logged while data is prepared. With ``strict``, raise them as one error at the end
-    of the context.
+    """Collect the warnings that are logged in this context. With ``strict``, raise all of them as one error at the end of
+    the context.
 
     Raises:
-        DataError: ``strict`` is set and there were warnings. The message lists all of them.
+        DataError: ``strict`` is set and warnings were logged. The message lists all of them.
     """
     handler = BufferingHandler(sys.maxsize)
     handler.setLevel(logging.WARNING)
@@ -165,8 +166,8 @@ def warnings_are_errors(strict: bool) -> Iterator[None]:
 
 
 class DatasetHead:
-    """Training rows that are checked before training. The rows are read and tokenized only once, for the checks, for
-    the report and for ``strict_data``.
+    """Sample of training rows that is checked before training. The rows are read and tokenized only once, for the row
+    checks, the data report and ``strict_data``.
 
     Args:
         raw: Training set as it was passed to the trainer.
@@ -174,8 +175,8 @@ class DatasetHead:
         rows_of: Function that converts prepared examples to rows.
         tokenizer: Tokenizer of the run.
         args: The trainer's config: ``max_length``, ``strict_data``.
-        fills_prompts: Whether environments write the prompts. Rows with an empty prompt are then excluded.
-        id_columns: Field ``id_columns`` of the method's `Traits`.
+        fills_prompts: Whether environments write the prompts. If so, rows with an empty prompt are excluded from the sample.
+        id_columns: Columns that contain token ids; see `Traits`.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class DatasetHead:
 
     @cached_property
     def examples(self) -> list[dict[str, Any]]:
-        """Prepared examples, evenly spaced over the set, or the first examples of a stream. Rows whose prompt an
+        """Prepared examples: evenly spaced over a dataset, or the first examples of a stream. Rows whose prompt an
         environment writes are excluded.
         """
         if self.streams:
@@ -209,7 +210,7 @@ class DatasetHead:
 
     @cached_property
     def sample(self) -> RowSample:
-        """Rows that were made from `examples`, with the findings of the row checks."""
+        """Rows made from `examples`, with the findings of the row checks."""
         return RowSample(self.rows_of(self.examples), self.tokenizer, self.limit)
 
     @cached_property
@@ -221,8 +222,7 @@ class DatasetHead:
         """Return the summary of the training set.
 
         Args:
-            prepared_by: Counts from the preparation of the set (``rows_out``, ``dropped``). None: the preparation did
-                not count.
+            prepared_by: Counts from the preparation of the set (``rows_out``, ``dropped``). None: no counts are available.
             ignored_codes: Codes of findings that do not apply to the rows of this method.
 
         Raises:
@@ -275,8 +275,8 @@ class DataReportCallback(transformers.TrainerCallback):
 def prompt_rows(
     examples: list[dict[str, Any]], tokenizer: Tokenizer, args: PostTrainingConfig, id_columns: Collection[str] = ()
 ) -> list[Row]:
-    """Return rows with prompts but without completions, for methods that generate completions later. ``id_columns`` is
-    a field of `Traits`.
+    """Return rows with prompts but without completions, for methods that generate completions later. ``id_columns`` are the
+    columns with token ids; see `Traits`.
     """
     if examples and "input_ids" in id_columns and "input_ids" in examples[0]:
         return [Row(list(example["input_ids"]), [], []) for example in examples]
@@ -299,7 +299,7 @@ def refuse_data(problems: Sequence[str]) -> None:
 
 
 def template_findings(raw: object, tokenizer: Tokenizer, id_columns: Collection[str] = TOKENIZED) -> list[Finding]:
-    """Check the chat template with the first rows of a conversational set. For other sets, there are no findings."""
+    """Check the chat template with the first rows of a conversational dataset. Return no findings for other datasets."""
     if not tokenizer.chat_template or raw is None:
         return []
     columns = get_dataset_column_names(raw)
@@ -347,15 +347,15 @@ SHOWN_SEQUENCES, LONGEST = 6, 2000  # Number of sequences that are written, and 
 
 
 def describe_batches(batches: Sequence[Batch], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the data of a training step that is written to the run's ``data.json``.
+    """Return a summary of the batches of one training step, to be written to the run's ``data.json``.
 
     Args:
         batches: Batches of this rank in one optimizer step.
         tokenizer: Tokenizer that decodes the ids.
 
     Returns:
-        ``facts`` by name; ``lengths`` of all sequences, including prompts; and ``sequences``, each with a ``title``,
-        ``pieces`` (pairs of text and whether it is trained) and ``pictures`` (thumbnails in reading order).
+        ``facts`` by name; ``lengths`` of all sequences, including prompts; and ``sequences``. Each sequence has a ``title``,
+        ``pieces`` (pairs of text and whether the text is trained) and ``pictures`` (thumbnails in reading order).
     """
     rows = [row for batch in batches for row in to_rows(batch)]
     sequences = sequences_of(rows)
@@ -394,16 +394,16 @@ def _shown(sequence: TokenSequence, row: Row, tokenizer: Tokenizer) -> dict[str,
 # Rows that cannot be used for training ------------------------------------------------------------------------------
 
 ROWS_NAMED = 5  # Maximum number of row numbers that a message lists.
-# Maximum number of rows that are read completely, for a dataset and for a stream. For further rows of a dataset, Arrow counts
-# only missing and empty values.
+# Maximum number of rows that are read completely, for a dataset and for a stream. In the remaining rows of a dataset, Arrow
+# counts only missing and empty values.
 ROWS_READ_WHOLE, READ_OF_STREAM = (
     1000,
     256,
 )
 ARROW_BATCH = 20_000
-PAIRS_COMPARED = 100_000  # Maximum number of pairs that are compared with each other.
+PAIRS_COMPARED = 100_000  # Maximum number of preference pairs that are compared with each other.
 EXCERPT = 200
-# Columns with common names. Datasets for other tasks may use them for other content.
+# Columns with common names. Datasets of other tasks may use these names for other content.
 JUDGED = frozenset(("label", "reference"))
 
 
@@ -416,7 +416,7 @@ def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
 def usable_rows(
     dataset: AnyDataset, args: PostTrainingConfig, method: Method[Any], *, main: bool, filled: bool = False
 ) -> tuple[Any, list[Finding]]:
-    """Return the rows that can be used for training, and findings about the rows that cannot.
+    """Return the rows that can be used for training, and findings about the rows that cannot be used.
 
     Args:
         dataset: Dataset that was passed to the trainer.
@@ -426,7 +426,7 @@ def usable_rows(
         filled: Whether an environment writes the prompts of rows whose prompt is empty.
 
     Returns:
-        The dataset (without bad rows if ``bad_rows="drop"``), and the findings, which are equal on every rank.
+        The dataset, and the findings, which are equal on every rank. With ``bad_rows="drop"``, the dataset has no bad rows.
     """
     drop = args.bad_rows == "drop"
     if args.preflight == "off" and not drop:
@@ -476,12 +476,12 @@ def _read(rows: Any, columns: Sequence[str], filled: bool) -> tuple[dict[int, st
 
 
 def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, str]:
-    """Return the rows with missing values or empty lists, each with the reason. Arrow finds them without reading rows
-    into Python.
+    """Return the reason for each row with a missing value or an empty list, by row number. Arrow finds these rows without
+    reading rows into Python.
     """
     reasons: dict[int, str] = {}
     pair = _is_pairs(columns)
-    # If several columns are alternatives to each other, a row needs only one of them.
+    # If the dataset has alternative columns, a row needs a value in only one of them.
     several = len(columns) > 1 and bool(set(columns) & set(WHOLE))
     for name in columns:
         if name == "prompt" and pair:
@@ -528,8 +528,8 @@ def _write_suspects(dataset: datasets.Dataset, scan: PairScan, folder: str | Non
 
 
 def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -> list[Finding]:
-    """Return the finding about rows that cannot be used for training. The finding is an error, unless the rows were
-    dropped.
+    """Return the finding about rows that cannot be used for training. It is a warning if the rows were dropped, otherwise an
+    error.
 
     Args:
         reasons: Maps the number of each row to the reason.
@@ -545,9 +545,7 @@ def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -
 
 
 def doubtful_rows(reasons: Mapping[int, str], total: int) -> list[Finding]:
-    """Return the warning about rows from which the model learns nothing, although they can be used. The arguments are
-    those of `bad_rows`.
-    """
+    """Return the warning about rows that can be used, but teach the model nothing. The arguments are those of `bad_rows`."""
     why = (
         "a conversation without an answer, a blank answer or two equal answers teach the model nothing, or teach it "
         "to say nothing."
@@ -559,8 +557,8 @@ def doubtful_rows(reasons: Mapping[int, str], total: int) -> list[Finding]:
 def _about(
     code: str, severity: Severity, reasons: Mapping[int, str], total: int, verb: str, why: str, fix: str
 ) -> list[Finding]:
-    """Return a list with one finding about rows, or an empty list if ``reasons`` is empty. The finding contains the
-    count of each reason and the first row numbers.
+    """Return a list with one finding about rows. The finding lists the count of each reason and the first row numbers. If
+    ``reasons`` is empty, the list is empty.
     """
     if not reasons:
         return []

@@ -1,5 +1,5 @@
-"""A trial step with the longest rows before training. It tests whether the run fits into memory, and can choose the
-batch size.
+"""A trial step with the longest rows before training. The trial step tests whether the run fits into memory, and can choose
+the batch size.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DryStep:
         peak: Peak memory of the process in bytes.
         needed: Peak memory including the optimizer states, which exist only after the first update.
         tokens: Number of tokens of the largest pass.
-        seconds: Duration of that pass.
+        seconds: Duration of the largest pass.
         failed: Whether the device ran out of memory in the step.
     """
 
@@ -68,9 +68,9 @@ class DryStep:
 def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
     """Choose the batch size if ``per_device_train_batch_size='auto'``, and run a dry step if ``dry_step`` is set.
 
-    On a GPU, a dry step is the default. A dry step takes as long as one training step, and shows before training
-    whether the run would run out of memory. On a CPU, it is off by default: a step is slow, and the operating system
-    kills a process that runs out of memory. During training, `MemoryProfile` logs the memory.
+    On a GPU, the dry step is on by default. It takes as long as one training step, and shows before training whether the run
+    would run out of memory. On a CPU, it is off by default: a step is slow, and the operating system kills a process that
+    runs out of memory. During training, `MemoryProfile` logs the memory.
 
     Args:
         run: Run before its first step.
@@ -96,7 +96,7 @@ def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | N
 
 
 def refuse_auto_batch_size(args: PostTrainingConfig) -> None:
-    """Raise an error for ``per_device_train_batch_size='auto'`` if the run shards the model.
+    """Raise an error if the run shards the model and ``per_device_train_batch_size`` is ``"auto"``.
 
     Raises:
         ConfigError: The batch size is ``"auto"``.
@@ -111,7 +111,7 @@ def refuse_auto_batch_size(args: PostTrainingConfig) -> None:
 def dry_step(
     run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None, batch_size: int | None = None
 ) -> DryStep:
-    """Run forward and backward passes on the longest rows. Nothing is updated, and all state is restored afterwards.
+    """Run forward and backward passes on the longest rows. No weights are updated, and all state is restored afterwards.
 
     Gradients, random states, metrics, dropout, training mode and attention implementation are restored, so that
     training gives the same result as without a dry step.
@@ -151,7 +151,7 @@ def dry_step(
 
 def _dry_pass(run: Run, batch: Batch) -> None:
     args, model = run.args, run.model
-    # Enable autocast here. The model itself gets the run's autocast only when training prepares it.
+    # Enable autocast here. The run enables autocast in the model only when training prepares the model.
     offloading = get_act_offloading_ctx_manager(model, enabled=args.activation_offloading)
     with run.accelerator.autocast(), offloading:
         settings: dict[str, Any] = {"temperature": run.method.temperature, "chunk_size": args.logits_chunk_size}
@@ -163,7 +163,7 @@ def _dry_pass(run: Run, batch: Batch) -> None:
 
 @contextmanager
 def _untouched(run: Run) -> Iterator[None]:
-    """Restore, at the end of the context, all state that a forward or backward pass changes."""
+    """Restore all state that a forward or backward pass changes, when the ``with`` block ends."""
     model = run.model
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
@@ -193,8 +193,8 @@ def _untouched(run: Run) -> Iterator[None]:
 
 
 def _recompute(run: Run) -> list[tuple[Any, bool]]:
-    """Enable gradient checkpointing as `transformers.Trainer` does at the start of training. Return each changed layer
-    with its previous value.
+    """Enable gradient checkpointing, as `transformers.Trainer` does at the start of training. Return each layer that has the
+    option, with its previous value.
     """
     args, inner = run.args, causal_lm(run.model)
     layers = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing")]
@@ -233,9 +233,9 @@ def largest_pass(run: Run, head: DatasetHead, batch_size: int) -> Batch:
 
 
 def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
-    """Return the micro-batch with the largest number of tokens that the data can produce.
+    """Return the largest micro-batch, in tokens, that can occur in this run.
 
-    For datasets with answers, it contains the longest rows of the training set. For online methods, it contains
+    For datasets with answers, the micro-batch contains the longest rows of the training set. For online methods, it contains
     completions of the longest prompt, each with ``max_completion_length`` random tokens.
     """
     rows = head.rows_of(longest_examples(head.prepared, batch_size, head.id_columns))
@@ -243,7 +243,8 @@ def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
         prompt = max(rows, key=lambda row: len(row.prompt_ids), default=Row([0], [], []))
         longest = prompt.prompt_ids or [0]
         length = int(run.method.cfg.max_completion_length)
-        # Sample the completions from tokens of the prompt. If the prompt has no image, these cannot be image placeholders.
+        # Sample the completions from the tokens of the prompt. If the prompt has no image, these tokens cannot be image
+        # placeholders.
         draw, words = random.Random(0), [int(run.pad_token_id)] if any(prompt.pictures) else longest
         counts = checks.group_sizes(run.args, batch_size)
         drawn = [[draw.choices(words, k=length) for _ in range(n)] for n in counts]
@@ -254,10 +255,10 @@ def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
 
 
 def batch_sizes(args: PostTrainingConfig) -> list[int]:
-    """Return the batch sizes with which the effective batch size, and the generation batch size if there is one, can be
-    kept.
+    """Return the per-device batch sizes that leave the effective batch size unchanged. If there is a generation batch, its
+    size stays unchanged, too.
 
-    Sizes below ``least_batch_size`` of the config are excluded.
+    Sizes below the config's ``least_batch_size`` are excluded.
     """
     batch, steps = int(args.per_device_train_batch_size), args.steps_per_generation
     sizes = checks.batch_sizes(batch, int(args.gradient_accumulation_steps))
@@ -265,9 +266,9 @@ def batch_sizes(args: PostTrainingConfig) -> list[int]:
 
 
 def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
-    """Find the largest of `batch_sizes` that fits into memory, by binary search.
+    """Find the largest batch size of `batch_sizes` that fits into memory, by binary search.
 
-    For each candidate, one step on rows of maximum length is run. All ranks use the smallest result of all ranks.
+    One step on rows of maximum length is run for each candidate. All ranks then use the smallest result of all ranks.
     """
     if run.method.traits.single_pass:
         raise ConfigError(
@@ -305,8 +306,8 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
 
 
 def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> DryStep | None:
-    """Extrapolate the memory of a step from smaller passes. Return the result only if it is far above the limit. On a
-    CPU, the operating system would kill the process if such a step were run.
+    """Predict the memory of a step from smaller passes. Return the result only if it is far above the limit. Running
+    such a step on a CPU would make the operating system kill the process.
     """
     last = max((step for step in tried if not step.failed), key=lambda step: step.tokens, default=None)
     if last is None:
@@ -317,7 +318,7 @@ def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> D
 
 
 def _kind(device: torch.device) -> str:
-    # fork_rng always saves the CPU's random state, and needs a device type in addition. On a CPU, "cuda" has no effect.
+    # fork_rng always saves the CPU's random state, and also requires a device type. On a CPU, the type "cuda" has no effect.
     return "cuda" if device.type == "cpu" else device.type
 
 

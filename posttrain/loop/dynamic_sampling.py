@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling: groups whose rewards are all equal are replaced with groups of new prompts."""
+"""Dynamic sampling of DAPO: groups whose rewards are all equal are replaced with groups of new prompts."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class DynamicSampler:
-    """Replaces groups whose rewards are all equal with groups of new prompts. The number of sampling rounds is limited.
+    """Replaces groups whose rewards are all equal with groups of new prompts, in a limited number of sampling rounds.
 
     Args:
         rounds: Maximum number of additional sampling rounds for one rollout batch.
         group_size: Number of completions per prompt G.
-        prompts: Source of new prompts. The order of new prompts is independent of the order in training.
+        prompts: Source of new prompts. Their order is independent of the order of training prompts.
         accelerator: Accelerator of the run.
-        rewards: Reward functions, of which only `RewardRunner.transformed` is called.
-        sample: Function that maps dataset rows, each repeated G times, to completions of this rank and rewards of all
-            ranks. It is a collective operation.
-        flat: Function that maps the rewards of all ranks to a bool tensor ``(n / G,)``, which is True for groups that
+        rewards: Reward functions of the run. Only `RewardRunner.transformed` is called.
+        sample: Function that samples completions for dataset rows, each repeated G times. It returns the completions of this
+            rank and the rewards of all ranks. It is a collective operation.
+        flat: Function that maps the rewards of all ranks to a bool tensor ``(n / G,)``. The tensor is True for groups that
             do not contribute to the loss.
 
     Reference: DAPO, arXiv:2503.14476, section 3.2.
@@ -53,11 +53,11 @@ class DynamicSampler:
         self.sample, self.flat = sample, flat
 
     def replace(self, batch: RolloutBatch, table: RewardTable) -> tuple[RolloutBatch, RewardTable, dict[str, Metric]]:
-        """Replace groups whose rewards are all equal. Each round samples one new prompt for each group that must be
-        replaced. New groups with unequal rewards replace the old groups.
+        """Replace groups whose rewards are all equal. Each round samples one new prompt per group to replace. New groups
+        with unequal rewards replace old groups.
 
-        All ranks compute the same plan from the rewards of all ranks. All ranks generate the same number of whole
-        groups and call each collective operation equally often.
+        All ranks compute the same plan from the rewards of all ranks. They generate the same number of whole groups, and
+        call each collective operation the same number of times.
 
         Args:
             batch: Completions of this rank.
@@ -78,7 +78,7 @@ class DynamicSampler:
             accepted += len(usable)
             batch, table = self._put(batch, table, fresh, judged, list(zip(places, usable, strict=False)))
             places = places[len(usable) :]
-        # Transform the rewards again, because a transformation may depend on all rewards of the batch.
+        # Transform the rewards once more, because a transformation may depend on all rewards of the batch.
         if accepted and table.raw is not None:
             values = self.rewards.transformed(table.raw, torch.arange(len(table.raw)) // size)
             table = dataclasses.replace(table, values=values)
@@ -146,7 +146,7 @@ class DynamicSampler:
 
 
 def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str], list[Any]]:
-    """Collect all lists that have one entry per completion of this rank. The keys describe where each list is stored."""
+    """Collect all lists with one entry per completion of this rank. The key of a list is its place and its field name."""
     lists: dict[tuple[str, str], list[Any]] = {
         ("", field.name): value
         for field in dataclasses.fields(generation)
@@ -158,5 +158,5 @@ def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str]
 
 
 def _take(generation: RolloutBatch, table: RewardTable, index: int) -> dict[tuple[str, str], Any]:
-    """Return the entries that belong to one completion of this rank, one from each list."""
+    """Return the entries of one completion of this rank, one from each list of `_lists`."""
     return {key: values[index] for key, values in _lists(generation, table).items()}

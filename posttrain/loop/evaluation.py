@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from posttrain.types import AnyDataset
 
 IGNORED = -100
-OWN = "own"  # Name of the count by which the loss is divided if the user defines the loss.
+OWN = "own"  # Name of the denominator of a loss that the user defines.
 
 
 def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
-    """Run the model's own forward method on padded rows, and return full logits and labels. This function is slow and
-    only used for functions of the user that need logits.
+    """Run the model's own forward method on padded rows, and return full logits and labels. Only callbacks of the user that
+    need logits use this slow path.
 
     Returns:
         The model's output with ``logits (B, T, V)``, and the labels ``(B, T)``, which are -100 for tokens without loss.
@@ -59,7 +59,7 @@ def predicted_metrics(logits: torch.Tensor, labels: torch.Tensor, chunk: int = 2
 
 @dataclass(slots=True)
 class _Seen:
-    """Data of one evaluation batch for the user's ``compute_metrics``: one entry per prediction, and one entry per sequence."""
+    """Predictions, labels, losses and input ids of one evaluation batch, for the user's ``compute_metrics``."""
 
     predictions: list[Any] = field(default_factory=list)
     labels: list[np.ndarray] = field(default_factory=list)
@@ -69,7 +69,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums and counts of one evaluation on this rank. All ranks have the same names, even if a rank has no rows."""
+    """Sums and counts of one evaluation on this rank. All ranks have the same keys, even if a rank has no rows."""
 
     sums: dict[str, float]
     counts: dict[str, float]
@@ -85,7 +85,7 @@ class _Tally:
         return cls(dict.fromkeys((*sorted(REDUCTIONS), *named), 0.0), dict.fromkeys(counts, 0.0))
 
     def loss(self, accelerator: Accelerator) -> float:
-        """Return the loss over all ranks, in which each sum is divided by its count."""
+        """Return the loss over all ranks: each sum divided by its count, then added up."""
         totals = parallel.all_reduce_sum([*self.sums.values(), *self.counts.values()], accelerator)
         sums = dict(zip(self.sums, totals, strict=False))
         counts = dict(zip(self.counts, totals[len(sums) :], strict=True))
@@ -93,8 +93,8 @@ class _Tally:
 
 
 class _Evaluation:
-    """One pass over an evaluation set. The pass computes the loss (divided by the counts of the whole set), metrics and
-    predictions.
+    """One pass over an evaluation set. The pass computes the loss, metrics and predictions. The loss is divided by the
+    counts of the whole set.
 
     Args:
         run: Run with the objective and hooks.
@@ -145,8 +145,8 @@ class _Evaluation:
         return self.tally.loss(self.accelerator)
 
     def num_rows(self, dataloader: Any, answers_per_row: int) -> int:
-        """Return the number of dataset rows over all ranks. For a stream, it is the number of sequences divided by the
-        sequences per row.
+        """Return the number of dataset rows over all ranks. For a stream, return the number of sequences divided by
+        ``answers_per_row``.
         """
         dataset = getattr(dataloader, "dataset", None)
         if isinstance(dataset, Sized):
@@ -165,13 +165,13 @@ class _Evaluation:
         return prediction.predictions, prediction.label_ids, metrics
 
     def _idle(self, batch: Batch) -> None:
-        """Run a forward pass whose result is not used. The pass keeps ranks synchronized if this rank has no batch
-        left.
+        """Run a forward pass and ignore its result. A rank without batches does this so that it stays synchronized with the
+        other ranks.
         """
         forward(self.model, batch, self.context.method.traits.needs, chunk_size=self.args.logits_chunk_size)
 
     def _sums(self, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
-        """Return the loss of one pass as sums, one per reduction. If the user defines the loss, its divisor is added to
+        """Return the loss of one pass as sums, one per reduction. If the user defines the loss, store its divisor in
         ``counts``.
         """
         if self.hooks.own_loss:
@@ -195,7 +195,7 @@ class _Evaluation:
         seen.losses += [loss] * batch.num_sequences
 
     def _see(self, batches: list[Batch], seen: _Seen) -> None:
-        """Store the predictions of one evaluation batch, and the token ids and losses of its sequences."""
+        """Store the predictions, token ids and losses of the sequences of one evaluation batch."""
         pairs = self.hooks.predictions(self.model, batches)
         for _ in range(parallel.equal_passes(len(batches), self.accelerator) - len(batches)):
             self._idle(self.context.spare_batch())
@@ -213,14 +213,14 @@ class _Evaluation:
         self.tally.seen.append((place, seen))
 
     def _metrics_of(self, last: bool) -> dict[str, float]:
-        """Call ``compute_metrics`` with the last batch of all ranks as tensors, as ``batch_eval_metrics`` requires.
-        With ``last``, the function computes its summary.
+        """Call ``compute_metrics`` with the last batch of all ranks as tensors, as ``batch_eval_metrics`` requires. If
+        ``last`` is set, ``compute_metrics`` returns the summary over all batches.
         """
         assert self.compute_metrics is not None
         return self.compute_metrics(self._shown(self.tally.seen[-1:], as_tensors=True), compute_result=last) or {}
 
     def _shown(self, seen: list[tuple[int, _Seen]], *, as_tensors: bool = False) -> EvalPrediction:
-        """Gather the data of all ranks in the order of the dataset. Consecutive batches are on consecutive ranks."""
+        """Gather the data of all ranks in the order of the dataset. Consecutive batches lie on consecutive ranks."""
         batches = [
             one for _, one in sorted(parallel.all_gather_objects(seen, self.accelerator), key=lambda item: item[0])
         ]
@@ -268,7 +268,7 @@ def evaluate(
         model = accelerator.prepare_model(model, evaluation_mode=True)
     evaluation = _Evaluation(run, model, compute_metrics, keeps_predictions=predicts, after_batch=after_batch)
     metrics = {"loss": evaluation.run(dataloader)} | run.reduced_metrics("eval")
-    # Number of tokens that were used for training so far. Evaluation does not increase it.
+    # Number of training tokens so far. Evaluation does not increase this number.
     metrics["num_tokens"] = run.progress.counters["num_tokens"]
     metrics = {f"{prefix}_{name}": value for name, value in metrics.items()}
     predictions, labels, own = evaluation.results()
@@ -278,8 +278,8 @@ def evaluate(
 
 
 def _own_loss(run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
-    """Return the loss that the user's function computes, as a sum. The pass is treated as one optimizer step. The
-    divisor of this loss is added to ``counts``.
+    """Return the loss of the user's function as a sum, and store its divisor in ``counts``. The pass is treated as one
+    optimizer step.
     """
     before = run.progress.denominators
     run.progress.reduced_by = None
@@ -303,7 +303,7 @@ def evaluation_loader(
 ) -> DataLoader:
     """Create a loader that assigns every row to exactly one process.
 
-    Accelerate's loaders would repeat rows to fill the last batches, or end earlier on some ranks than on others.
+    Accelerate's loaders would repeat rows to fill the last batches, or would end earlier on some ranks than on others.
 
     Args:
         dataset: A `Dataset` or a stream.
@@ -319,8 +319,8 @@ def evaluation_loader(
         "persistent_workers": args.dataloader_persistent_workers,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
         "prefetch_factor": args.dataloader_prefetch_factor,
-        # Use a separate random generator. The loader samples a seed in every pass, which would otherwise change the random
-        # numbers of training.
+        # Use a separate random generator. The loader samples a seed in every pass. With the global generator, this seed
+        # would change the random numbers of training.
         "generator": torch.Generator(),
     }
     if isinstance(dataset, IterableDataset):
@@ -333,8 +333,7 @@ def evaluation_loader(
 def predicted_rows(
     model: nn.Module, batches: list[Batch], preprocess: Callable[[Any, Tensor], Any] | None
 ) -> list[tuple[Any, np.ndarray]]:
-    """Return one pair (logits, labels) per row of padded batches. The pairs have no padding and are in the order of the
-    dataset.
+    """Return a pair (logits, labels) for each row of padded batches, without padding and in the order of the dataset.
 
     Args:
         model: Model in evaluation mode.
@@ -363,8 +362,8 @@ def _loss_sums(terms: LossTerms) -> dict[str, float]:
 
 
 def count_rounds(metrics: dict[str, float], rounds: int) -> None:
-    """Correct the metric of steps per second, for which transformers divides the number of rows by the batch size. The
-    number of batches that were actually run is used instead.
+    """Compute the metric of steps per second from the number of batches that were run. The value of transformers is wrong
+    here, because it is the number of rows divided by the batch size.
     """
     for name in metrics:
         if name.endswith("_steps_per_second") and not name.startswith("train_"):
@@ -373,7 +372,7 @@ def count_rounds(metrics: dict[str, float], rounds: int) -> None:
 
 
 def _divisor(reduction: str, counts: Mapping[str, float]) -> str:
-    """Return the name of the count by which the sum of a reduction is divided."""
+    """Return the name of the count that divides the sum of this reduction."""
     if reduction == "local_token":
         return "pass"
     return reduction if reduction in counts else "sequence"
@@ -396,8 +395,8 @@ def _of_row(values: Any, row: int, length: int, width: int) -> Any:
 
 
 def _stacked(arrays: list[Any]) -> Any:
-    """Stack arrays whose first dimensions differ, padded with -100. If the items are tuples, the arrays at each index
-    are stacked.
+    """Pad arrays with -100 to the same first dimension, and stack them. If the items are tuples, stack the arrays at each
+    index.
     """
     if arrays and isinstance(arrays[0], tuple):
         return tuple(_stacked(list(column)) for column in zip(*arrays, strict=True))

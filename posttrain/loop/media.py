@@ -1,4 +1,4 @@
-"""`media_of`: create the object that handles images in a run. `Media`: this object for runs on text, where it does nothing."""
+"""`Media`: handles images in a run, and does nothing in a run on text. `media_of` creates it, or its image subclass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from posttrain.types import AnyDataset, Prompt, Row, Sampling, Tokenizer
 
 NO_IMAGES = "has no effect, because this run reads only text. Fix: remove it"
-# Names of files that a checkpoint of a multimodal model contains in addition to weights and tokenizer files.
+# Files that a checkpoint of a multimodal model contains in addition to weights and tokenizer files.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 MAY_LACK = {
     "_raise_exceptions_for_missing_entries": False,
@@ -42,10 +42,10 @@ MAY_LACK = {
 
 
 class Media:
-    """Handles images in a run. This class is used for runs on text, and changes nothing.
+    """Handles images in a run. This base class is used for runs on text, and changes nothing.
 
-    The images extension has a subclass, `posttrain.extensions.images.vision.Vision`. `prepare_rows` and `prompts` are
-    only called if ``images`` is True.
+    The images extension has the subclass `posttrain.extensions.images.vision.Vision`. `prepare_rows` and `prompts` are only
+    called if ``images`` is True.
 
     Args:
         args: The trainer's config. The config is a `PictureConfig` if ``takes`` is set.
@@ -56,7 +56,7 @@ class Media:
     Attributes:
         images: Whether rows contain images, or tools and environments return them.
         processor: Processor of `transformers`. None: the run reads only text.
-        reader: Object that converts images and texts to token ids. None: the run has no images.
+        reader: Object that converts images and texts to token ids. None: the run reads only text.
         tokenizer: Tokenizer of the processor, or the tokenizer that the user passed.
 
     Raises:
@@ -75,7 +75,8 @@ class Media:
             check_rules(
                 args, [(option.name, getattr(args, option.name) == option.default, NO_IMAGES) for option in unread]
             )
-        # A run on text needs no processor. Its files are only copied into checkpoints, with the trained model.
+        # A run on text needs no processor. Checkpoints only contain copies of the processor's files, next to the trained
+        # model.
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if model_id else []
 
     # Rows ------------------------------------------------------------------------------------------------------------
@@ -85,43 +86,43 @@ class Media:
         return rows
 
     def prepare_rows(self, dataset: AnyDataset, **options: Any) -> tuple[Any, PreparationReport]:
-        """Tokenize rows with answers, or documents, and keep their images. Return the dataset and a report."""
+        """Tokenize documents, or rows with answers, and keep their images. Return the dataset and a report."""
         raise NotImplementedError
 
     def prompts(self, examples: Sequence[Mapping[str, Any]]) -> list[Prompt]:
-        """Return prompts as token ids with images."""
+        """Return the prompts of examples as token ids with images."""
         raise NotImplementedError
 
     def prompt_rows(self, examples: Sequence[Mapping[str, Any]]) -> list[Row]:
-        """Return rows that contain a prompt with its images and no completion, or an empty list for a run on text."""
+        """Return one row per example, with its prompt and images but no completion. Return an empty list for a run on text."""
         return []
 
     def checked_prompts(self, dataset: AnyDataset, name: str) -> Any:
-        """Check the prompts of a dataset (or of several by name). Return it with images that are not decoded."""
+        """Check the prompts of a dataset, or of several by name. Return the dataset with images that are not decoded."""
         return dataset
 
     def opened(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return examples for reward functions, in which images are PIL images."""
+        """Return examples in the format of reward functions: images are PIL images."""
         return examples
 
     def pixels(self, rows: Sequence[Row]) -> Callable[[int], dict[str, Tensor]] | None:
-        """Return a function that prepares the images of the row with the most image tokens, N times. None: no row has
-        images.
+        """Return a function of N that prepares the images of the row with the most image tokens N times. Return None if no
+        row has images.
         """
         return None
 
     # Completions -----------------------------------------------------------------------------------------------------
 
     def check_engine(self, engine: RolloutEngine, rewards: Sequence[Any]) -> Any:
-        """Check that the engine and the reward functions support images if the rows contain images. Return the engine."""
+        """Check that engine and reward functions support images, if rows contain images. Return the engine."""
         return engine
 
     def sampling(self, settings: Sampling, model: nn.Module) -> Sampling:
-        """Return sampling settings with which image placeholders and markers are never sampled."""
+        """Return the sampling settings, changed so that image placeholders and markers are never sampled."""
         return settings
 
     def sampled(self, run: Run, batch: RolloutBatch, mode: str) -> RolloutBatch:
-        """Check completions of rows with images, and open the images for reward functions."""
+        """Check the completions of rows with images, and open these images for reward functions."""
         return batch
 
     def exchanged_reward(self, run: Run, examples: list[dict[str, Any]]) -> dict[str, Metric]:
@@ -131,7 +132,7 @@ class Media:
     # Models ----------------------------------------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, peft_config: PeftConfig | None) -> Any:
-        """Prepare the model before an adapter is added. Freeze parameters of a vision tower that are not trained. Return
+        """Prepare the model before an adapter is added: freeze parameters of the vision tower that are not trained. Return
         the adapter's config, restricted to the text model.
         """
         if not self.takes or not has_tower(model):
@@ -140,13 +141,15 @@ class Media:
         return vision.freeze(model, peft_config, self.args.freeze_vision, images=self.images)
 
     def show(self, model: str | nn.Module, processor: ProcessorMixin | None = None) -> bool:
-        """Prepare another model for the run's images. Return whether it uses the same pixels as the policy."""
+        """Prepare another model for the run's images. Return whether this model uses the same pixels as the policy."""
         return True
 
     def show_teacher(
         self, policy: nn.Module, teacher: nn.Module, processor: ProcessorMixin | None, own: Media | None = None
     ) -> None:
-        """Prepare a teacher to process the student's images. ``own`` adds images to the teacher's own rows, if any."""
+        """Prepare a teacher for the student's images. ``own`` adds images to the teacher's rows if these differ from the
+        student's.
+        """
 
     def check_shards(self, model: nn.Module, accelerator: Accelerator) -> None:
         """Raise an error if several processes cannot train the model's vision tower together."""
@@ -169,12 +172,12 @@ def media_of(
     takes: bool,
     returned: bool = False,
 ) -> Media:
-    """Create the object that handles images in a run.
+    """Create the object that handles images in a run: `Media` for text, or `Vision` for images.
 
     Args:
         args: The trainer's config.
-        processing_class: Argument of the trainer: a tokenizer, a processor or None.
-        model_id: Path or Hub id of the model, from which its processor is loaded.
+        processing_class: The trainer's argument: a tokenizer, a processor or None.
+        model_id: Path or Hub id of the model. The model's processor is loaded from there.
         sets: Training and evaluation sets as the user passed them.
         takes: Whether the method can be trained on images.
         returned: Whether tools or environments may return images.

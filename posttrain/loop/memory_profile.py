@@ -1,4 +1,4 @@
-"""Callback that logs memory and speed at some steps: the peak memory, and the throughput relative to the device's peak."""
+"""Callback that logs peak memory and throughput at some steps. Throughput is logged relative to the device's peak."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from posttrain.models.memory import (
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-# Steps after which a profile is logged. After the last of them, it is logged every 1,000 steps.
+# Steps after which a profile is logged. After the last of these steps, a profile is logged every 1,000 steps.
 PROFILED = (3, 50)
 
 
 STEPS_BETWEEN_PROFILES = 1000
 
 
-# Dense bf16 operations per second, from the vendors' data sheets. The sheets also list sparse operations, with twice these
-# values.
+# Dense bf16 operations per second, from the vendors' data sheets. The values for sparse operations in the sheets are twice
+# as large.
 PEAKS = {"H100": 989.5e12, "H200": 989.5e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12}
 
 
@@ -60,7 +60,7 @@ class MemoryProfile(transformers.TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Store the time that was spent on sampling completions."""
+        """Store the last logs of a training step, which contain the seconds of sampling and of the whole step."""
         if logs and "step_time" in logs:
             self._logs = dict(logs)
 

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 
 class OnlineTrainer(PostTrainer):
-    """Trainer for methods that generate completions. This class adds generation, scoring and a buffer of scored
-    rollouts to `PostTrainer`.
+    """Trainer for methods that generate completions. It adds generation, scoring and a buffer of scored rollouts to
+    `PostTrainer`.
 
-    `posttrain.loop.rollout` creates rollout batches. A subclass may replace three functions of that module: `sample`
-    (dataset rows to completions), `score` (completions to rewards of all ranks) and `advantages` (rewards to
-    advantages). The window stores the rows of a rollout batch until they have been used for training.
+    `posttrain.loop.rollout` creates rollout batches. A subclass may replace three of its functions: `sample` (dataset rows
+    to completions), `score` (completions to rewards of all ranks) and `advantages` (rewards to advantages). The window
+    stores the rows of a rollout batch until training has used them.
 
     The components are `prompt_source` (prompts and their order), `sampler` (rows to completions), `weight_sync` (the
     engine and its weights), `driver` (episodes with tools, environments or a rollout function), `reward_watch` (checks
@@ -130,21 +130,21 @@ class OnlineTrainer(PostTrainer):
     # Parts -------------------------------------------------------------------------------------------------------
 
     def make_reference(self) -> Reference | None:
-        """Create the frozen reference model with the initial weights. Return None if there is no KL penalty."""
+        """Create the frozen reference model with the initial weights. Return None if the run needs no KL divergence."""
         needed = self.args.beta or self.args.log_ref_kl
         return Reference(self.model, fresh_adapter=self.fresh_adapter) if needed else None
 
     def make_engine(self, given: RolloutEngine | None) -> Any:
-        """Return the engine object that the user passed. If there is none, create the engine that the config names."""
+        """Return the engine that the user passed. If the user passed no engine, create the one that the config selects."""
         return engine_of(self.run, given, self.rewards, self.engine_on)
 
     def engine_on(self, model: nn.Module) -> Any:
-        """Create the in-process engine that the config names, on the given model."""
+        """Create the in-process engine that the config selects, for the given model."""
         return training_engine(model, self.args, tokenizer=self.processing_class, pad_token_id=self.pad_token_id)
 
     def make_sampler(self) -> Sampler:
-        """Create the object that samples completions: with one engine call per prompt, with tools and environments,
-        with a harness, or with a rollout function.
+        """Create the object that samples completions: by one engine call per batch, with tools or environments, with a
+        harness, or with a rollout function.
         """
         single = SingleTurn(self.weight_sync, self.prompt_source, self.processing_class)
         if self.driver is None:
@@ -158,8 +158,8 @@ class OnlineTrainer(PostTrainer):
         return samplers.Tools(self.driver, single, self.stop_ids)
 
     def make_online(self) -> Online:
-        """Create the components of `posttrain.loop.rollout`. A function that a subclass overrides, or that the user
-        assigned to this object, replaces the default.
+        """Create the components of `posttrain.loop.rollout`. Functions that a subclass overrides, or that the user assigned
+        to this object, replace the defaults.
         """
         own = partial(self._replaced, OnlineTrainer)
         return rollout.online_of(
@@ -179,15 +179,15 @@ class OnlineTrainer(PostTrainer):
         )
 
     def resolve(self) -> None:
-        """Store functions that were replaced, as in `PostTrainer`, and create the components of `posttrain.loop.rollout`."""
+        """Store replaced functions as in `PostTrainer`, and recreate the components of `posttrain.loop.rollout`."""
         super().resolve()
         self.run = dataclasses.replace(self.run, online=self.make_online())
         self.progress.truncation = rollout.truncation_of(self.run.online, self.run.online.sampling(self.run))
 
     @functools.cached_property
     def dynamic_sampler(self) -> DynamicSampler:
-        """Sampler of groups that replace groups with equal rewards. The sampler is created at its first use, after a
-        subclass may have selected the training prompts.
+        """Object that replaces groups whose rewards are all equal. It is created at its first use, because a subclass may
+        select the training prompts before.
         """
         args = self.args
         return DynamicSampler(
@@ -205,7 +205,7 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def engine(self) -> Any:
-        """Engine that samples completions. The engine can be replaced by assigning another engine."""
+        """Engine that samples completions. Assigning to this property replaces the engine."""
         return self.weight_sync.engine
 
     @engine.setter
@@ -231,7 +231,9 @@ class OnlineTrainer(PostTrainer):
         return PromptSource(self.args, self.processing_class, tokenized=pictured, most=self.prompt_limit)
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Check that completions can be generated for all prompts. Then test the reward functions on one group of completions."""
+        """Check that completions can be generated for all prompts. Then test the reward functions on one group of made-up
+        completions.
+        """
         self.prompt_source = self.make_prompt_source()
         if self.driver is not None:
             train, evaluation = self.prompt_source.for_episodes(self.driver, train, evaluation, self.vision.reader)
@@ -249,12 +251,14 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def can_dry_run(self) -> bool:
-        """Whether reward functions can be tested before training, because they need only dataset columns and no environment."""
+        """Whether reward functions can be tested before training. They can if they need only dataset columns and no
+        environment.
+        """
         return self.environments is None and self.rollout_func is None and self.harness is None
 
     def announce(self) -> None:
-        """Log the schedule and the first prompt as the model receives it. Raise an error if a prompt leaves no space
-        for a completion.
+        """Log the schedule, and the first prompt in the form that the model receives. Raise an error if a prompt leaves no
+        space for a completion.
         """
         length = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
         schedule = self.schedule_text(length) if isinstance(self.args, OnlineConfig) else None
@@ -264,18 +268,18 @@ class OnlineTrainer(PostTrainer):
             self.prompt_source.check_rows(dataset, name, limit)
 
     def schedule_text(self, prompts: int | None) -> str:
-        """Describe generations and updates. ``prompts`` is the number of training rows, or None if it is unknown."""
+        """Describe the generations and updates of the run. ``prompts`` is the number of training rows, or None if unknown."""
         return describe_schedule(self.args, prompts, has_ratio=self.method.traits.follows_truncation)
 
     def collator(self) -> Any:
-        """Return a collator that returns dataset rows unchanged. Rows become batches after their completions have been
+        """Return a collator that leaves dataset rows unchanged. Rows are converted to batches after their completions were
         sampled.
         """
         return list
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader whose batches contain ``per_device_train_batch_size * steps_per_generation`` rows. Every
-        prompt occurs G times.
+        """Return a training loader. Its batches contain ``per_device_train_batch_size * steps_per_generation`` rows, with
+        every prompt repeated G times.
         """
         return self._get_dataloader(
             dataset=self.prompt_source.train_rows(self.train_dataset),
@@ -286,8 +290,8 @@ class OnlineTrainer(PostTrainer):
         )
 
     def _get_dataloader(self, dataset: AnyDataset, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        """Create a data loader like the parent class. An evaluation stream is read without worker processes, in the
-        order of the sampler.
+        """Create a data loader as in the parent class. An evaluation stream is read without worker processes, in the order
+        of the evaluation sampler.
         """
         if is_training or not isinstance(dataset, datasets.IterableDataset):
             return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
@@ -306,12 +310,12 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def eval_group(self) -> int:
-        """Number of completions per prompt in evaluation. They are consecutive rows."""
+        """Number of completions per prompt in evaluation. The completions of a prompt are consecutive rows."""
         return self.group_size("eval")
 
     @property
     def answers_per_row(self) -> int:
-        """Number of completions per prompt."""
+        """Number of completions per prompt in evaluation."""
         return self.eval_group
 
     # Functions of a rollout batch that a subclass may replace --------------------------------------------------------
@@ -325,7 +329,7 @@ class OnlineTrainer(PostTrainer):
         return scoring.logged_rewards(self.run, self.rewards, rollouts, mode)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
-        """Compute advantages; see `Method.advantages`. Subclasses override this method more often than any other.
+        """Compute advantages; see `Method.advantages`. Overriding this method is the most common use of a subclass.
 
         Args:
             rollouts: Completions of this rank, with their ``mode`` and ``group_size``.
@@ -336,12 +340,12 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def scores_rewards(self) -> bool:
-        """Whether the completions have rewards, so that the checks of rewards apply."""
+        """Whether the completions have rewards. If so, the checks of rewards apply."""
         return True
 
     @functools.cached_property
     def spare_example(self) -> dict[str, Any]:
-        """Example with which a rank samples if it has no examples of its own: the first training row."""
+        """First training row. A rank that has no examples samples completions of this row."""
         return next(iter(self.train_dataset))
 
     @property
@@ -368,7 +372,7 @@ class OnlineTrainer(PostTrainer):
     # The loop, checkpoints ---------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train the model. If the rollout servers fail permanently, save a checkpoint before the error ends the run.
+        """Train the model. If the rollout servers fail permanently, save a checkpoint before the run ends with an error.
 
         All environments are closed at the end. A later evaluation creates new environments.
         """
@@ -393,8 +397,8 @@ class OnlineTrainer(PostTrainer):
         self.weight_sync.forget_push()
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: the position in the window, and the scored rollouts that were not used for
-        training yet.
+        """Return the state for a checkpoint. It includes the position in the window, and scored rollouts that were not used
+        for training yet.
         """
         state = super().state_to_save() | {"online": self.window.state(), "rewards": self.rewards.transforms_state()}
         if self.args.dynamic_sampling:

@@ -19,15 +19,15 @@ from posttrain.types import Batch
 logger = logging.getLogger(__name__)
 
 # Maximum number of times that the passes of a step are halved. If an eighth of a pass does not fit into memory, a sixteenth
-# will not fit either.
+# will not fit, either.
 MOST_HALVINGS = 3
 
 
 def divided(run: Run, batches: Sequence[Batch], most_tokens: int) -> list[Batch]:
     """Split batches until each has at most ``most_tokens`` tokens, including padding.
 
-    A batch is not split if the objective compares its rows. A batch is also not split if its gradient cannot be
-    computed a second time, because there are other processes or because FSDP or DeepSpeed stores the gradients.
+    A batch is not split if the objective compares its rows. A batch is also not split if its gradient cannot be computed a
+    second time. This is the case with several processes, and if FSDP or DeepSpeed stores the gradients.
     """
     traits = run.method.traits
     alone = run.accelerator.num_processes == 1 and not parallel.is_prepared_late(run.accelerator)
@@ -44,16 +44,15 @@ def divided(run: Run, batches: Sequence[Batch], most_tokens: int) -> list[Batch]
 def run_again(
     run: Run, model: nn.Module, micro_batches: Sequence[Sequence[Batch]], counts: Denominators, problem: Exception
 ) -> step.Loss:
-    """Compute the gradient of an optimizer step again with smaller passes, after the device ran out of memory in its
-    last micro-batch.
+    """Recompute the gradient of an optimizer step with smaller passes, after its last micro-batch ran out of device memory.
 
-    The loss is a sum over completions, divided by counts of the whole step. Therefore, the gradients of the smaller
-    passes add up to the gradient of the step. `Progress.max_tokens` stores the pass size that fits.
+    The loss is a sum over completions, divided by counts of the whole step. The gradients of smaller passes therefore add up
+    to the gradient of the step. `Progress.max_tokens` stores the pass size that fits.
 
     Args:
         run: Run of the trainer.
-        model: Model, wrapped as in the run. The model's current gradients are discarded.
-        micro_batches: Micro-batches of the step, including the one that failed.
+        model: Model, wrapped as in the run. Its current gradients are discarded.
+        micro_batches: Micro-batches of the step, including the one that ran out of memory.
         counts: Counts of the whole optimizer step.
         problem: The out-of-memory error.
 
@@ -61,7 +60,7 @@ def run_again(
         The loss of the last micro-batch.
 
     Raises:
-        torch.OutOfMemoryError: Smaller passes do not fit either.
+        torch.OutOfMemoryError: Smaller passes do not fit into memory, either.
     """
     for _ in range(MOST_HALVINGS):
         last = micro_batches[-1]

@@ -1,7 +1,6 @@
-"""Cached log-probs of a frozen reference model. They are computed once and stored under a hash of everything they
-depend on.
+"""Cached log-probs of a frozen reference model. Log-probs are computed once and stored under a hash of all their inputs.
 
-With ``precompute_ref_log_probs``, they are computed before training and stored in a file for later runs. Otherwise,
+With ``precompute_ref_log_probs``, the log-probs are computed before training and stored in a file for later runs. Otherwise,
 they are computed when a row is first used, and cached for later epochs and evaluations.
 """
 
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # Version of the cache format. It is increased when the same inputs give different values.
+FORMAT = 1  # Version of the cache format. Increase it when the same inputs give different values.
 LOCK_WAIT = 30 * 60  # Maximum number of seconds to wait for another run that is computing the same values.
 
 
@@ -60,8 +59,8 @@ def precomputed_logps(
     name: str,
     batches_of: Callable[[list[dict[str, Any]]], list[Batch]],
 ) -> Any:
-    """Add one column per branch with the sum of reference log-probs of each answer. Columns that already exist are
-    kept.
+    """Add one column per branch with the summed reference log-probs of each answer. If all columns exist, return the dataset
+    unchanged.
 
     Args:
         run: Run with the layout, precision and model.
@@ -98,7 +97,7 @@ def precomputed_logps(
 
 @contextmanager
 def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Acquire a lock, so that only one of several runs computes the values. After a timeout, this run computes them itself."""
+    """Acquire a lock, so that only one of several runs computes the values. After a timeout, continue without the lock."""
     if not accelerator.is_main_process:
         yield
         return
@@ -119,8 +118,8 @@ def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def _kept(path: Path, shape: tuple[int, int], accelerator: Accelerator) -> np.ndarray | None:
-    """Return the cached values on all ranks, or None on all ranks. Only the main process reads the file, because ranks
-    may not share a disk.
+    """Return the cached values, or None if there are none. All ranks get the same result. Only the main process reads the
+    file, because ranks may not share a disk.
     """
     cached = None
     if accelerator.is_main_process and path.is_file():
@@ -148,7 +147,7 @@ def _keep(path: Path, values: np.ndarray) -> None:
 
 
 def _cache(run: Run, dataset: datasets.Dataset, reference: Reference | None, columns: Sequence[str]) -> Path:
-    """Return the path of the cache file. The file's name is a hash of everything on which the values depend."""
+    """Return the path of the cache file. Its name is a hash of all inputs of the cached log-probs."""
     model = run.model if reference is None or reference.copy is None else reference.copy
     adapter = None if reference is None else ("disabled" if reference.adapter is None else reference.adapter)
     key = {
@@ -176,7 +175,7 @@ def _compute(
     branches: int,
     batches_of: Callable[[list[dict[str, Any]]], list[Batch]],
 ) -> np.ndarray:
-    """Compute the reference log-prob of each answer, ``(rows, answers per row)``. The rows are divided between the ranks."""
+    """Compute the reference log-prob of each answer, ``(rows, answers per row)``. The rows are distributed over ranks."""
     accelerator, args = run.accelerator, run.args
     size = args.precompute_ref_batch_size or args.per_device_train_batch_size
     mine = list(range(accelerator.process_index, len(dataset), accelerator.num_processes))
@@ -207,7 +206,7 @@ def row_names(batch: Batch) -> list[bytes]:
     """Return one cache key per row, in the order of ``batch.origin``. A key is a hash of the row's ids, masks and
     images.
 
-    The list is empty if the log-probs depend on further inputs, or if the rows already contain them.
+    The list is empty if the log-probs depend on further inputs, or if the rows already contain reference log-probs.
     """
     if batch.model_kwargs or "ref_logps" in batch.columns:
         return []
@@ -216,13 +215,13 @@ def row_names(batch: Batch) -> list[bytes]:
 
 
 def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
-    """Return the batch with the reference log-probs ``ref_logp`` and their sums. The reference runs in eval mode and
-    with the precision of training.
+    """Compute the reference log-probs of a batch, and return the batch with ``ref_logp`` and their sums. The reference runs
+    in eval mode and with the precision of training.
 
     Args:
         run: Run of a method that compares the policy with a reference.
-        batch: Batch of one forward pass. Reference sums that its rows already contain are not computed again.
-        own: Whether the policy before its first update is the reference if the run has no reference model.
+        batch: Batch of one forward pass. A batch that already contains reference sums is returned unchanged.
+        own: Whether a run without a reference model may use the policy before its first update as the reference.
     """
     if "ref_logps" in batch.columns or (run.reference is None and (not own or run.progress.state.global_step)):
         return batch
@@ -235,12 +234,14 @@ def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
 
 
 def log_ratios(run: Run, batches: list[Batch]) -> list[Tensor]:
-    """Compute the log-ratio of policy and reference for each sequence, without gradients. The result has one tensor
-    ``(S,)`` per batch. All ranks must call it.
+    """Compute the log-ratio of policy and reference for each sequence, without gradients. All ranks must call this function.
 
     Args:
         run: Run of a method that compares the policy with a reference.
         batches: Batches of this rank, with the log-probs of the reference. The list may be empty.
+
+    Returns:
+        One tensor ``(S,)`` per batch.
     """
     ratios = []
     for source, counts in parallel.in_step(batches, run.accelerator, run.spare_batch):
@@ -255,7 +256,7 @@ def log_ratios(run: Run, batches: list[Batch]) -> list[Tensor]:
 def with_references(
     run: Run, batches: list[Batch], mode: str, kept: ReferenceSums | None, refer: Callable[[Run, Batch], Batch]
 ) -> list[Batch]:
-    """Add reference values to batches. If the sums of all rows of a batch are cached, they are used. Otherwise, the
+    """Add reference log-probs to batches. Cached sums are used if all rows of a batch are in the cache. Otherwise, the
     reference log-probs are computed. This is a collective operation.
 
     Args:
@@ -263,7 +264,7 @@ def with_references(
         batches: Batches of this rank. The list may be empty.
         mode: ``train`` or ``eval``, for the log.
         kept: Cache with sums of the same reference. None: all log-probs are computed.
-        refer: `with_reference`, or the function with which a subclass replaces it.
+        refer: `with_reference`, or a function of a subclass that replaces it.
     """
     names = [[] if kept is None else row_names(batch) for batch in batches]
     found = [None if kept is None else kept.known(*about) for about in zip(batches, names, strict=True)]
@@ -297,8 +298,8 @@ def prepare_references(
         inputs: Items of the data loader, which are not used.
         micro_batches: Batches of each micro-batch.
         mode: ``train`` or ``eval``.
-        kept: Caches of reference sums, by mode, for rows that are used more than once.
-        refer: `with_reference`, or the function with which a subclass replaces it.
+        kept: Caches of reference sums by mode (``train``, ``eval``), for rows that are used more than once.
+        refer: `with_reference`, or a function of a subclass that replaces it.
     """
     sums = kept.get(mode) if mode == "eval" or run.progress.state.num_train_epochs > 1 else None
     sums = None if sums is None or run.reference is None else sums.of(run.reference)
@@ -306,11 +307,11 @@ def prepare_references(
 
 
 class ReferenceSums(transformers.TrainerCallback):
-    """Caches the sums of reference log-probs by row. Later epochs and evaluations then do not compute them again.
+    """Caches the summed reference log-probs of each row, so that later epochs and evaluations do not compute them again.
 
-    A row that is truncated, collated or paired differently has a different key. The cache is cleared if the weights of
-    the reference, or an option on which the values depend, have changed. At the beginning of an epoch, ranks exchange
-    their values.
+    A row that is truncated, collated or paired differently has a different key. The cache is cleared if the weights of the
+    reference change. It is also cleared if an option changes on which the values depend. At the beginning of an epoch, ranks
+    exchange their values.
 
     Args:
         run: Run with the method, precision and ranks.
@@ -323,23 +324,23 @@ class ReferenceSums(transformers.TrainerCallback):
         self.run, self.sums = run, dict[bytes, bytes]()
         self._new: list[bytes] = []  # Keys of values that the other ranks do not have yet.
         self._key = ""
-        # Reference model to which the sums belong. After sums were loaded from a file, it is None until `of` is called.
+        # Reference model of the cached sums. After sums were loaded from a file, it is None until `of` is called.
         self._reference: Reference | None = None
 
     def of(self, reference: Reference) -> ReferenceSums:
-        """Return this cache for a reference model. A cache with sums of another reference is cleared first."""
+        """Return this cache for the given reference model. If it contains sums of another reference, clear it first."""
         model = reference.policy if reference.copy is None else reference.copy
         about = {"adapter": reference.adapter, "precision": self.run.accelerator.mixed_precision}
         key = fingerprint(weights=hash_frozen(model), options=self.run.method.reference_key(), **about)
-        # Compare the objects too, because two references with the same weights can compute different forward passes.
+        # Compare the objects, too. Two references with the same weights can compute different forward passes.
         if key != self._key or self._reference not in (None, reference):
             self.sums, self._new = {}, []
         self._key, self._reference = key, reference
         return self
 
     def known(self, batch: Batch, names: list[bytes]) -> Batch | None:
-        """Return the batch with the cached sums in the column ``ref_logps (S,)``. Return None if a row is not in the
-        cache.
+        """Return the batch with the cached sums in the column ``ref_logps (S,)``. Return None if the cache does not contain
+        all rows of the batch.
 
         Args:
             batch: Batch of this rank.
@@ -354,7 +355,7 @@ class ReferenceSums(transformers.TrainerCallback):
         return replace(batch, columns=batch.columns | {"ref_logps": column})
 
     def add(self, batch: Batch, names: list[bytes]) -> None:
-        """Store the sums of a batch that contains reference log-probs, under the given keys."""
+        """Store the reference sums of a batch in the cache, under the given keys. Ignore a batch without ``ref_logp``."""
         if batch.ref_logp is None or not names:
             return
         sums = batch.grouped(batch.columns["ref_logps"], batch.num_sequences // len(names))
@@ -362,8 +363,8 @@ class ReferenceSums(transformers.TrainerCallback):
         self._new += names
 
     def on_epoch_begin(self, args: object, state: transformers.TrainerState, control: object, **_: object) -> None:
-        """Exchange the new values of all ranks. After a resume in the middle of an epoch, nothing is exchanged, as in
-        an uninterrupted run.
+        """Exchange new values between all ranks. Nothing is exchanged after a resume in the middle of an epoch, because an
+        uninterrupted run would not exchange values there, either.
         """
         if state.epoch is None or not float(state.epoch).is_integer():
             return

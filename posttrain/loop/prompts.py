@@ -39,24 +39,24 @@ logger = logging.getLogger(__name__)
 IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
 # Number of prompt tokens that an error message quotes.
 TOKENS_QUOTED = 40
-# Number of prompts that are tokenized at once in checks before the first generation. If prompts have images, only this number
-# is checked.
+# Number of prompts that are tokenized at once in checks before the first generation. If prompts have images, only this many
+# prompts are checked.
 PROMPTS_TRIED = 256
 # Maximum number of prompts that are tokenized to find prompts that are too long.
 MOST_TOKENIZED = 20_000
-# Number of characters of the first prompt that are logged. If it is longer, the last CHARACTERS_AT_END characters are logged
-# too.
+# Number of characters that are logged of the first prompt. If the prompt is longer, its last CHARACTERS_AT_END characters
+# are also logged.
 CHARACTERS_SHOWN, CHARACTERS_AT_END = 400, 60
 
 
 class PromptSource:
-    """Checks and orders the prompts of a run, and checks that prompts and completions fit into the model's context.
+    """Checks, orders and tokenizes the prompts of a run. It also checks that prompts and completions fit into the context.
 
     Args:
         args: The trainer's config.
         tokenizer: Tokenizer of the policy.
         length_option: Name of the config field with the maximum completion length, for messages.
-        tokenized: Function that converts rows to prompts (token ids with images). None: the tokenizer is used.
+        tokenized: Function that converts rows to prompts (token ids with images). None: prompts are tokenized as text.
         most: Maximum number of tokens of a prompt. The beginning of a longer prompt is removed. None: prompts are not
             truncated.
     """
@@ -82,7 +82,7 @@ class PromptSource:
     def prepared(
         self, train: AnyDataset, evaluation: EvalSets | None, *, images: bool = False
     ) -> tuple[Any, Any, list[dict[str, Any]]]:
-        """Check that completions can be generated for all prompts.
+        """Check that completions can be generated for all prompts of the training and evaluation sets.
 
         Args:
             train: The training set.
@@ -90,11 +90,11 @@ class PromptSource:
             images: Whether rows may have images.
 
         Returns:
-            Both datasets in the form that generation needs, and the first rows of the training set.
+            Training and evaluation set in the form that generation needs, and the first rows of the training set.
 
         Raises:
             DataError: A row has no usable prompt.
-            ConfigError: One generation needs more prompts than the training set contains.
+            ConfigError: The training set has fewer prompts than one generation needs.
         """
         if self.drops_columns:
             many = isinstance(evaluation, dict)
@@ -122,8 +122,8 @@ class PromptSource:
         evaluation: EvalSets | None,
         reader: PictureProcessor | None = None,
     ) -> tuple[Any, Any]:
-        """Prepare datasets for an episode driver. Every row gets a prompt. If the model can call tools, prompts must be
-        messages.
+        """Prepare datasets for an episode driver. Every row gets a prompt, which must be a list of messages if the model can
+        call tools.
 
         Args:
             driver: Episode driver of the run.
@@ -154,7 +154,7 @@ class PromptSource:
         return check_prompts(dataset, name, self.tokenizer)
 
     def trial_rows(self, head: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return two of the first rows in the form in which reward functions receive them."""
+        """Return two of the first rows, in the format that reward functions receive."""
         return head[:2]
 
     def check_size(self, train: AnyDataset) -> None:
@@ -189,16 +189,16 @@ class PromptSource:
         return (args.num_generations_eval or args.num_generations) if mode == "eval" else args.num_generations
 
     def repeats(self) -> tuple[int, int]:
-        """Return the number of prompts per generation, and the number of times that the loader yields them. Prompts are
-        yielded once per micro-batch that trains on them.
+        """Return the number of prompts per generation, and how often the loader yields each of them. A prompt is yielded
+        once per micro-batch that trains on it.
         """
         args = self.args
         prompts = (args.generation_batch_size or 0) // args.num_generations
         return prompts, args.num_iterations * (args.steps_per_generation or 1)
 
     def train_rows(self, dataset: AnyDataset) -> Any:
-        """Return a training stream shuffled and with repeated prompts. A Dataset is returned unchanged, because
-        `train_sampler` does both.
+        """Return a shuffled training stream with repeated prompts. A `Dataset` is returned unchanged, because
+        `train_sampler` shuffles and repeats its rows.
         """
         if not isinstance(dataset, datasets.IterableDataset):
             return dataset
@@ -206,12 +206,12 @@ class PromptSource:
         return repeat_iterable_dataset(shuffled, self.args.num_generations, *self.repeats())
 
     def eval_rows(self, stream: datasets.IterableDataset) -> Any:
-        """Return an evaluation stream with repeated prompts, in the same order as `eval_sampler`."""
+        """Return a shuffled evaluation stream with repeated prompts, in the order in which `eval_sampler` yields them."""
         return repeat_iterable_dataset(stream.shuffle(seed=self.args.seed), self.group_size("eval"))
 
     def train_sampler(self, dataset: AnyDataset) -> RepeatSampler:
-        """Return a sampler that yields every prompt G times. The prompts of a generation are yielded once per
-        micro-batch that trains on them.
+        """Return a sampler that yields every prompt G times. It yields the prompts of a generation once per micro-batch that
+        trains on them.
         """
         prompts, repeats = self.repeats()
         return RepeatSampler(
@@ -255,8 +255,8 @@ class PromptSource:
             )
 
     def token_ids(self, rows: list[dict[str, Any]]) -> list[Any]:
-        """Return the token ids of prompts for the engine. Only the last ``most`` tokens of a prompt are kept. The first
-        truncation is logged.
+        """Return prompts as token ids for the engine. Only the last ``most`` tokens of a prompt are kept. A warning is
+        logged at the first truncation.
         """
         prompts, most = self.tokenized(rows), self.most
         long = sum(most is not None and len(prompt) > most for prompt in prompts)
@@ -270,7 +270,7 @@ class PromptSource:
         return tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=self.args.chat_template_kwargs or {})
 
     def announce(self, dataset: AnyDataset, *, schedule: str | None) -> None:
-        """Log the schedule, and the first prompt as the model receives it."""
+        """Log the schedule of the run, and the first prompt in the form that the model receives."""
         if schedule is not None:
             logger.info("schedule: %s", schedule)
         if not isinstance(dataset, Sized) or "prompt" not in known_columns(dataset):
@@ -285,11 +285,11 @@ class PromptSource:
         )  # fmt: skip
 
     def check_rows(self, dataset: AnyDataset, name: str, limit: int | None) -> None:
-        """Raise an error if prompts of a dataset and their completions do not fit into a context of ``limit`` tokens.
+        """Raise an error if a prompt of a dataset and its completion do not fit into a context of ``limit`` tokens.
 
-        Only prompts that may be too long are tokenized. A prompt's number of bytes is an upper bound on its number of
-        tokens, and the chat template is assumed to add at most as many tokens as the first prompt has. If rows have
-        images, only the first rows are checked.
+        Only prompts that may be too long are tokenized. The number of bytes of a prompt is an upper bound on its number of
+        tokens. The chat template is assumed to add no more tokens than the whole first prompt has. If rows have images, only
+        the first rows are checked.
         """
         columns = known_columns(dataset)
         if limit is None or not isinstance(dataset, datasets.Dataset) or "prompt" not in columns:
@@ -315,7 +315,7 @@ class PromptSource:
 
 
 def check_stream(args: PostTrainingConfig, train_dataset: AnyDataset) -> None:
-    """Raise an error if a stream would be split between processes, because the rows of a group would then be separated.
+    """Raise an error if a stream would be split between processes. This split would separate the rows of a group.
 
     Raises:
         ConfigError: The main process would distribute the rows of the stream.
@@ -341,7 +341,7 @@ def without_workers(args: PostTrainingConfig) -> AbstractContextManager[None]:
 
 
 def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return datasets as pairs (name, dataset). Dicts of datasets are expanded, and datasets that are None are omitted."""
+    """Return datasets as pairs (name, dataset). Dicts of datasets are flattened, and datasets that are None are omitted."""
     pairs = []
     for name, dataset in sets.items():
         several = {f"{name}[{key!r}]": subset for key, subset in dataset.items()} if isinstance(dataset, dict) else None
@@ -350,8 +350,7 @@ def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingConfig | None) -> datasets.Dataset:
-    """Return a training set with one empty prompt per group of a generation. This dataset is used if the environment
-    writes the prompts.
+    """Return a training set with one empty prompt per group of a generation, for environments that write the prompts.
 
     Args:
         pool: Environments. None: no environments were passed.
@@ -360,7 +359,7 @@ def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingCon
 
     Raises:
         DataError: There is no environment.
-        ConfigError: There are several environments, so rows must select one, or ``max_steps`` is not set.
+        ConfigError: There are several environments, so a dataset must select one for each row; or ``max_steps`` is not set.
     """
     if pool is None:
         raise DataError(f"{name} needs train_dataset, but it is None. It may only be None with an environment_factory.")
@@ -377,8 +376,8 @@ def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingCon
 
 
 def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
-    """Return a dataset (or several by name) in which every row has a ``prompt``. Missing prompts are empty, and an
-    environment writes them.
+    """Add an empty ``prompt`` to every row without one, in one dataset or in several by name. An environment writes these
+    prompts later.
 
     Raises:
         ConfigError: Columns would be dropped, but the environment's ``reset`` receives all columns.
@@ -400,13 +399,13 @@ def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
 
 
 def _only_prompts(dataset: AnyDataset) -> Any:
-    """Drop all columns except the prompt. If a reward function needs another column, it fails in the dry run."""
+    """Drop all columns except the prompt. A reward function that needs another column then fails in the dry run."""
     names = known_columns(dataset)
     return dataset.select_columns([name for name in names if name in PROMPT_COLUMNS]) if names else dataset
 
 
 def describe_schedule(args: OnlineConfig, prompts: int | None, *, has_ratio: bool = True) -> str:
-    """Describe the numbers of generations, updates and epochs of a run.
+    """Describe how many generations, updates and epochs a run has.
 
     Args:
         args: Config whose batch sizes have been resolved.

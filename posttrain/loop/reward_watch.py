@@ -30,8 +30,8 @@ class RewardWatch:
         rewards: Reward functions of the run.
         run: Run that receives the metrics and findings.
         scaled: Whether advantages are divided by the standard deviation of rewards.
-        stop_after: Number of consecutive rollout batches without reward variance after which the run ends. None: the
-            run does not end for this reason.
+        stop_after: Number of consecutive rollout batches without reward variance after which the run ends. None: such
+            batches do not end the run.
 
     Attributes:
         history: Rewards of the training batches so far.
@@ -79,7 +79,7 @@ class RewardWatch:
         *,
         training: bool = True,
     ) -> None:
-        """Report the findings about the rewards of one rollout batch (all ranks).
+        """Report the findings about the rewards of one rollout batch, over all ranks.
 
         Args:
             table: Rewards of all ranks, with ``values (n, K)``.
@@ -88,7 +88,7 @@ class RewardWatch:
             clipped: See `checks.rewards.findings`. None: advantages are not clipped.
             prompts: Prompts of this rank.
             columns: Dataset columns of this rank.
-            training: Whether the batch is used for training. Other batches are not added to the history.
+            training: Whether the batch is used for training. Only training batches are added to the history.
 
         Raises:
             RewardError: A check found an error, or `stop_after` consecutive batches had no reward variance.
@@ -114,7 +114,7 @@ class RewardWatch:
                 if count % 100 == 1:
                     logger.log(one.level, "%s", one.text)
             elif one is not None and one.severity == "error":
-                # Only record this finding here, because the error that ends the run is raised below.
+                # Only record this finding here. The error that ends the run is raised below.
                 self.run.checks.preflight.add(one)
             elif one is not None:
                 self.run.checks.report([one])

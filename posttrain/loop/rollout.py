@@ -31,38 +31,37 @@ if TYPE_CHECKING:
     from posttrain.rollouts.batch import RolloutWindow
     from posttrain.types import LogProbs, Sampling
 
-# Distance between the indices of consecutive evaluation batches. It is larger than the index of any training batch.
+# Distance between the indices of consecutive evaluation batches. It exceeds the index of any training batch.
 EVAL_STRIDE = 32_452_843
 
 
 @dataclass(frozen=True)
 class Online:
-    """Components that `Run` has only if the run samples completions. The components are created at the start of
-    training or of an evaluation.
+    """Components of a `Run` that samples completions. They are created at the start of training or of an evaluation.
 
     Attributes:
         sync: Pushes weights to the engine, and requests completions from it.
-        window: Rows that were not used for training yet, and the number of rollout batches so far.
-        prompts: Tokenizes prompts, repeats them and distributes them to ranks.
+        window: Rows that were not yet used for training, and the number of rollout batches so far.
+        prompts: Object that tokenizes prompts, repeats them and distributes them to ranks.
         rewards: The reward functions.
         ids_without_token: Ids that the model can sample, but for which the tokenizer has no token.
-        samples_policy: Whether completions are sampled from the trained weights, so that their log-probs need no
-            correction. A rollout function may sample from any model, so its log-probs are corrected.
+        samples_policy: Whether completions are sampled from the trained weights. If so, their log-probs need no correction.
+            A rollout function may sample from any model, so its log-probs are corrected.
         rollout_func: Whether the user's rollout function samples the completions.
-        follows_truncation: Whether the policy's log-probs are computed under the sampler's truncation, to be compared
-            with its log-probs; see `Progress.truncation`.
+        follows_truncation: Whether the policy's log-probs are computed under the sampler's truncation, so that they are
+            comparable with the sampler's log-probs; see `Progress.truncation`.
         sampling: Function that returns the current sampling settings, without a seed.
-        spare: For each mode, a function that returns rows with which a rank samples if it has no examples of its own.
-            All ranks must take part in sampling.
+        spare: Function that returns rows for a mode. A rank that has no examples samples from these rows, because all ranks
+            must take part in sampling.
         sample: Function that samples completions of dataset rows; see `Sampler.sample`.
-        logps: Function that computes log-probs of completions under older or frozen weights, by name.
+        logps: Function that computes log-probs of completions under older or frozen weights. The keys of its result are
+            column names.
         slices: Function that splits completions into the rows of each micro-batch.
-        score: Function with which a subclass replaces `score`. The function does not have the first argument of
-            `score`.
-        resample: Function that replaces groups that do not contribute to the loss, and returns metrics. None: no group
+        score: Function of a subclass that replaces `score`. It has the arguments of `score` without the first one.
+        resample: Function that replaces groups that do not contribute to the loss. It also returns metrics. None: no group
             is replaced.
-        advantages: Function with which a subclass replaces `Method.advantages`. The function does not have the last
-            argument of that method.
+        advantages: Function of a subclass that replaces `Method.advantages`. It has the arguments of that method without the
+            last one.
     """
 
     sync: WeightSync
@@ -86,7 +85,7 @@ class Online:
 def online_of(
     run: Run, sync: WeightSync, stop_ids: tuple[int, ...], *, rollout_func: bool = False, **parts: Any
 ) -> Online:
-    """Return the components of a run that samples. Functions that are not in ``parts`` are those of this module.
+    """Return the components of a run that samples. Functions that ``parts`` does not contain are those of this module.
 
     Args:
         run: Run of a method that samples.
@@ -111,8 +110,8 @@ def online_of(
 def special_ids(run: Run) -> tuple[tuple[int, ...], frozenset[int]]:
     """Return the ids that end a completion, and the ids for which the tokenizer has no token.
 
-    With ``mask_ids_without_token``, the ids without a token are added to ``suppress_tokens`` in ``generation_kwargs``
-    of the config, so that they are never sampled.
+    With ``mask_ids_without_token``, the ids without a token are added to ``suppress_tokens`` in the config's
+    ``generation_kwargs``. Such ids are then never sampled.
 
     Raises:
         ConfigError: ``generation_kwargs`` forbids all tokens.
@@ -176,9 +175,9 @@ def score(run: Run, rollouts: RolloutBatch, mode: str) -> RewardTable:
 
 
 def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
-    """Return one completion per example, with its text, and log metrics. This is a collective operation.
+    """Sample one completion per example, return them with their texts, and log metrics. This is a collective operation.
 
-    A rank without examples samples too, but its result is discarded.
+    A rank without examples also samples, but its result is discarded.
     """
     online = run.online
     settings = settings_of(run, mode)
@@ -217,23 +216,23 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
 
 
 def truncation_of(online: Online, sampling: Sampling) -> Truncation:
-    """Return the truncation of the sampler if the objective needs the probability mass that remains after it.
+    """Return the truncation of the sampler if the objective needs the probability mass that remains after truncation.
     Otherwise, return no truncation.
     """
     return sampling.left_out if online.follows_truncation else WHOLE
 
 
 def present_sampling(run: Run, stop_ids: tuple[int, ...]) -> Sampling:
-    """Return the current sampling settings. The settings are read from the config each time, because users may change
-    it during training.
+    """Return the current sampling settings. They are read from the config each time, because users may change the config
+    during training.
     """
     sampling = configured_sampling(run.args, stop_token_ids=stop_ids, seed=0)
     return run.vision.sampling(sampling, run.model) if run.vision.images else sampling
 
 
 def settings_of(run: Run, mode: str) -> SampleSettings:
-    """Return the settings of the next rollout batch. The seed of the batch depends on the run's seed, on the rank and
-    on the index of the batch.
+    """Return the settings of the next rollout batch. Its seed is computed from the run's seed, the rank and the index of the
+    batch.
     """
     online, number = run.online, batch_number(run, mode)
     world, rank = run.accelerator.num_processes, run.accelerator.process_index
@@ -242,10 +241,10 @@ def settings_of(run: Run, mode: str) -> SampleSettings:
 
 
 def batch_number(run: Run, mode: str) -> int:
-    """Return the index of the next rollout batch, from which its seed is computed.
+    """Return the index of the next rollout batch. The seed of the batch is computed from this index.
 
-    In evaluation, the index depends on the training step and on the number of earlier evaluation batches. Evaluations
-    are then reproducible, and their batches have different seeds.
+    In evaluation, the index is computed from the training step and the number of earlier evaluation batches. Evaluations are
+    then reproducible, and their batches have different seeds.
     """
     if mode == "train":
         return run.online.window.generations
@@ -256,8 +255,11 @@ def batch_number(run: Run, mode: str) -> int:
 
 
 def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
-    """Compute the log-probs of completions that the loss needs: under the old weights if rows are used after an update,
-    under the engine's weights, and under the reference if there is a KL penalty.
+    """Compute the log-probs of completions that the loss needs.
+
+    The columns are ``old_logp`` (under the old weights, if rows are used after an update), ``rollout_logp`` or
+    ``engine_logp`` (of the engine), and ``ref_logp`` (of the reference, if there is one). ``log_mass`` is the log of the
+    probability mass that remains after truncation.
     """
     online, can = run.online, run.online.sync.engine.capabilities
     sampled = logps_of_sampler(run, rollouts)
@@ -288,25 +290,25 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
 
 
 def old_is_sampled(run: Run) -> bool:
-    """Return whether the engine's log-probs equal the trainer's up to rounding. The trainer then does not compute the
-    log-probs of the old weights itself.
+    """Return whether the engine's log-probs equal the trainer's up to rounding. If so, the trainer does not compute the
+    log-probs of the old weights.
 
-    In half precision, engine and trainer round differently (0.01 nats per token), so that importance ratios would not
-    start at 1. Log-probs from a user's ``rollout_func`` are never used for this.
+    In half precision, engine and trainer round differently (0.01 nats per token). Importance ratios would then not start at
+    1. Log-probs of a user's ``rollout_func`` never replace the trainer's.
     """
     exact = run.online.sync.engine.capabilities.logprobs_match_training and not (run.args.bf16 or run.args.fp16)
     return exact and run.online.samples_policy
 
 
 def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
-    """Return the log-probs that the engine returned. If the engine samples from the trained weights, they are those
-    before truncation, otherwise those after truncation.
+    """Return the log-probs that the engine returned. They are log-probs before truncation if the engine samples from the
+    trained weights, otherwise after truncation.
 
     Raises:
         RolloutError: The correction needs log-probs after truncation, but the engine returns only log-probs before
             truncation.
     """
-    # A rollout function returns only log-probs of the distribution from which it sampled.
+    # A rollout function returns only log-probs of the distribution that it sampled from.
     cut = WHOLE if run.online.rollout_func else run.progress.truncation
     rollouts = list(batch.sequences())
     sampled = sampled_logps(rollouts, cut)
@@ -321,8 +323,8 @@ def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
 
 
 def logps(run: Run, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
-    """Compute the log-probs of completions per token with the forward pass of training. The default temperature is that
-    of the loss.
+    """Compute log-probs per token of completions with the forward pass of training. The default temperature is the
+    temperature of the loss.
     """
     return logps_and_mass(run, model, rows, temperature)[0]
 
@@ -330,8 +332,8 @@ def logps(run: Run, model: nn.Module, rows: list[Row], temperature: float | None
 def logps_and_mass(
     run: Run, model: nn.Module, rows: list[Row], temperature: float | None = None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Compute log-probs, and the log of the probability mass that remains after truncation. The second list is empty if
-    there is no truncation.
+    """Compute log-probs of completions, and the log of the probability mass that remains after truncation. Without
+    truncation, the second list is empty.
     """
     batches = collate(rows, pad_token_id=run.pad_token_id, layout=run.layout) if rows else []
     passes = parallel.in_step(batches, run.accelerator, run.spare_batch)
@@ -342,7 +344,7 @@ def logps_and_mass(
 
 
 def gap_of_pass(run: Run, batch: Batch, outputs: ModelOutputs) -> dict[str, Metric]:
-    """Return metrics of the difference between the log-probs of trainer and engine. For an in-process engine, the
+    """Return metrics of the difference between the trainer's and the engine's log-probs. For an in-process engine, the
     difference is only rounding error.
     """
     sampled, trained = batch.columns.get("engine_logp"), batch.old_logp
@@ -358,12 +360,12 @@ def gap_of_pass(run: Run, batch: Batch, outputs: ModelOutputs) -> dict[str, Metr
 
 
 def training_batches(run: Run, examples: list[dict[str, Any]], index: int) -> list[Batch]:
-    """Return the forward passes of the next micro-batch; see `next_rows`."""
+    """Return the batches of the next micro-batch, one per forward pass; see `next_rows`."""
     return collated(run, next_rows(run, examples, index))
 
 
 def evaluation_batches(run: Run, examples: list[dict[str, Any]]) -> list[Batch]:
-    """Sample completions for one evaluation batch and score them. Return the forward passes. This is a collective operation."""
+    """Sample and score completions for one evaluation batch, and collate them. This is a collective operation."""
     rollouts = rollout_step(run, examples, "eval")
     if run.vision.images:
         run.log(run.vision.exchanged_reward(run, examples), "eval")
@@ -372,16 +374,16 @@ def evaluation_batches(run: Run, examples: list[dict[str, Any]]) -> list[Batch]:
 
 
 def collated(run: Run, rows: list[Row]) -> list[Batch]:
-    """Collate rows into the batches of forward passes. Return an empty list if ``rows`` is empty."""
+    """Collate rows into batches, one per forward pass. Return an empty list if ``rows`` is empty."""
     return run.collate(rows) if rows else []
 
 
 def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]:
-    """Return the rows of the next micro-batch. If the current rollout batch is used up, sample a new one first.
+    """Return the rows of the next micro-batch. If the current rollout batch is used up, first sample a new one.
 
     Args:
         run: Run of a trainer that samples.
-        examples: Dataset rows to sample from.
+        examples: Dataset rows for which completions are sampled.
         index: Index of the micro-batch within its optimizer step.
     """
     window = run.online.window

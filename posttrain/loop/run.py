@@ -1,5 +1,5 @@
-"""`Run`: the components of one run. `Progress`: the state that changes during training. `Hooks`: functions of the loop
-that can be replaced.
+"""`Run`: the components of one run. `Progress`: the state that changes during training. `Hooks`: replaceable functions of
+the training loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from posttrain.loop.step import Loss
 
 
-# `Hooks.prepare` describes the arguments.
+# Type of `Hooks.prepare`, where the arguments are described.
 Prepare = Callable[["Run", list[Any], list[list[Batch]], str], list[list[Batch]]]
 
 
@@ -41,22 +41,22 @@ class Hooks:
     """Functions of the loop that a subclass of a trainer may replace.
 
     Attributes:
-        objective: Function of outputs and batch that returns unreduced loss terms. None: the objective of the method.
-        comparison: Function of a batch that returns the function which the output layer calls instead of computing
-            log-probs; see `TokenHead.compare`. None: log-probs are computed.
+        objective: Function of outputs and batch that returns unreduced loss terms. None: the method's objective is called.
+        comparison: Function of a batch. It returns the function that the output layer calls instead of computing log-probs;
+            see `TokenHead.compare`. None: the output layer computes log-probs.
         loss_of: Function of run, model, batch, counts and state that returns the loss of one forward pass.
-        observe: Function of run, batch and outputs of a pass that returns further metrics. None: no further metrics.
-        batches: Function of the run, an item of the training loader, and the index of the micro-batch in its optimizer
-            step. It returns batches. Methods that sample generate completions in this function.
+        observe: Function of run, batch and model outputs of a pass. It returns further metrics. None: no further metrics are
+            logged.
+        batches: Function of the run, an item of the training loader, and the index of the micro-batch in its optimizer step.
+            It returns the batches of the micro-batch. Online methods generate completions in this function.
         eval_batches: Function of the run and an item of the evaluation loader that returns batches.
-        prepare: Function that adds further inputs of the loss to batches, such as log-probs of a reference. The
-            function's arguments are the run, items of a loader, their batches, and ``train`` or ``eval``. In training,
-            it is called once per optimizer step with all micro-batches, after their tokens were counted. None: batches
-            are used unchanged.
-        before_split: Function of the run and the micro-batches of the current step. The function is called before a
-            pass that does not fit into memory is split.
+        prepare: Function that adds further inputs of the loss to batches, such as log-probs of a reference. Its arguments
+            are the run, items of a loader, the batches of each item, and ``train`` or ``eval``. In training, it is called
+            once per optimizer step with all micro-batches, after tokens were counted. None: batches are not changed.
+        before_split: Function of the run and the micro-batches of the current step. It is called before a pass that does not
+            fit into memory is split.
         postprocess_metrics: Function that adds derived metrics to the metrics of a log window.
-        predictions: Function of the model and batches that returns one pair (logits, labels) per row.
+        predictions: Function of the model and batches. It returns a pair (logits, labels) for each row.
         own_loss: Whether the user's code defines the loss.
     """
 
@@ -81,25 +81,24 @@ class Progress:
         model: The policy.
         wrapped: The policy with wrappers such as DDP.
         state: Steps, epochs and log lines so far.
-        own: State of the method that lasts over several steps; see `State.own`.
-        counters: Totals that are logged.
+        own: State of the method that persists across steps; see `State.own`.
+        counters: Totals since the start of the run that are logged, such as ``num_tokens``.
         buffers: Metrics of the current log window, for ``train`` and ``eval``.
-        denominators: Counts of the current optimizer step, by which the loss is divided.
+        denominators: Counts of the current optimizer step. The loss is divided by them.
         sums: Statistics of the method, summed over the passes of the current optimizer step.
-        truncation: Truncation of the sampler of the current rollout batch. The objective needs the probability mass
-            that remains after it.
-        reduced_by: Reduction with which the last loss was computed.
+        truncation: Truncation of the sampler for the current rollout batch. The objective needs the probability mass that
+            remains after truncation.
+        reduced_by: Reduction of the last computed loss.
         max_tokens: Maximum number of tokens per pass, including padding. None: no limit, because the device has not run
             out of memory.
-        tokens_seen: Two counts of this rank: tokens of its sequences, and computed tokens including padding.
+        tokens_seen: Two counts of this rank: tokens of sequences, and computed tokens including padding.
         bad_steps: Number of consecutive steps whose gradient was not finite.
         shown: Rows of the completions table for the last generation, one per completion of this rank.
-        watchers: Functions that observe the run, by the moment of their call. ``step`` functions receive the run,
-            batches and counts. ``pass`` functions receive the batch, loss terms and model outputs. ``gradient``
-            functions receive the model and its micro-batches. ``rollout`` functions receive the run, the completions of
-            this rank, the rewards of all ranks, and advantages. ``log`` functions receive the log history. A function
-            that returns False is removed.
-        eval_rounds: Number of batches of the current evaluation so far.
+        watchers: Functions that observe the run, by moment. ``step`` functions receive the run, batches and counts. ``pass``
+            functions receive the batch, loss terms and model outputs. ``gradient`` functions receive the model and its
+            micro-batches. ``rollout`` functions receive the run, the completions of this rank, the rewards of all ranks, and
+            advantages. ``log`` functions receive the log history. A function that returns False is removed.
+        eval_rounds: Number of batches that the current evaluation has processed.
     """
 
     model: nn.Module = field(init=False)
@@ -122,28 +121,28 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """Components of one run, which `posttrain.loop.build.build` creates. All state that changes is in ``progress``.
+    """Components of one run, created by `posttrain.loop.build.build`. All state that changes is in ``progress``.
 
     Attributes:
         args: Config.
         method: The algorithm.
         name: Name of the trainer's class, for messages.
         tokenizer: Tokenizer of the policy.
-        vision: Support for images. It does nothing in a run without images.
+        vision: Object that handles images. It does nothing in a run without images.
         checks: Checks of the run and their findings.
         accelerator: Accelerator of the run.
-        ranks: The processes of the run, in the form in which methods use them.
+        ranks: Processes of the run, in the form that methods use.
         pad_token_id: Padding token.
         layout: Layout of rows in forward passes.
         hooks: Functions of the loop that a subclass of the trainer may replace.
         progress: State that changes during training.
-        fresh_adapter: Whether the adapter was created for this run. The model without the adapter then has the initial
+        fresh_adapter: Whether the adapter was created for this run. If so, the model without the adapter has the initial
             weights.
         router_coefficient: Weight of the load-balancing term of a mixture of experts; 0 disables it.
         reference: Frozen reference model. None: the loss needs no reference.
-        forward: Function that runs a forward pass in training and evaluation. Training with NEFTune replaces it.
+        forward: Function that runs a forward pass in training and evaluation. NEFTune replaces it during training.
         loss_function: The user's ``compute_loss_func``.
-        online: Further components of a run that samples completions. Other runs do not have them.
+        online: Further components of a run that samples completions. None for other runs.
     """
 
     args: PostTrainingConfig
@@ -163,7 +162,7 @@ class Run:
     reference: Reference | None = None
     forward: Callable[..., ModelOutputs] = forward
     loss_function: Callable[..., Any] | None = None
-    online: Online = None  # Functions of runs that sample assume that this field is set.
+    online: Online = None  # Functions for runs that sample assume that this field is set.
 
     @property
     def model(self) -> nn.Module:
@@ -171,25 +170,25 @@ class Run:
         return self.progress.model
 
     def now(self) -> State:
-        """Return the current progress of the run, which is passed to the method."""
+        """Return the current progress of the run, in the form that methods receive."""
         state = self.progress.state
         return State(state.global_step, float(state.epoch or 0.0), self.ranks, self.progress.own)
 
     def watch(self, moment: str, *values: Any) -> None:
-        """Call the watchers that are registered for a moment. A watcher that returns False is removed."""
+        """Call the watchers of a moment, such as ``step`` or ``log``. A watcher that returns False is removed."""
         self.progress.watchers[moment] = [look for look in self.progress.watchers.get(moment, ()) if look(*values)]
 
     def log(self, metrics: Mapping[str, Metric], mode: str = "train") -> None:
-        """Add metrics to the current log window."""
+        """Add metrics to the current log window of a mode."""
         self.progress.buffers[mode].add(metrics)
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
-        """Return the metrics since the last call, reduced over all ranks."""
+        """Return the metrics logged since the last call, reduced over all ranks."""
         gather = partial(parallel.all_gather_objects, accelerator=self.accelerator)
         return self.hooks.postprocess_metrics(self.progress.buffers[mode].compute(gather))
 
     def collate(self, rows: list[Row]) -> list[Batch]:
-        """Convert rows to batches."""
+        """Convert rows to batches, with the layout and padding token of this run."""
         traits = self.method.traits
         return collate(
             rows,
@@ -200,16 +199,18 @@ class Run:
         )
 
     def spare_batch(self) -> Batch:
-        """Return a small batch with which a rank without rows runs a forward pass. The pass may be a collective operation."""
+        """Return a small batch for a rank without rows. The rank runs a forward pass with it, because passes may be
+        collective.
+        """
         token = int(self.pad_token_id)
         return collate([Row([token], [[token]], [[1]])], pad_token_id=token, layout=self.layout)[0].to(self.args.device)
 
     @contextmanager
     def inference(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
-        """Yield the model without DDP, in eval mode, without gradients and with the run's precision. Each module's mode
-        is restored on exit.
+        """Yield the model without DDP, in eval mode, without gradients and with the run's precision. On exit, the mode of
+        each module is restored.
 
-        DDP's forward method sometimes broadcasts buffers. This broadcast would block if other ranks do not run the same
+        DDP's forward method sometimes broadcasts buffers. This broadcast would block if other ranks did not run the same
         pass.
         """
         model = self.progress.wrapped if model is None else model

@@ -41,11 +41,11 @@ class Sampler(Protocol):
 
 
 class SingleTurn:
-    """Completes each prompt in a single turn, with one engine call.
+    """Completes each prompt in a single turn. One engine call completes all prompts of a batch.
 
     Args:
-        sync: Pushes weights and calls the engine.
-        prompts: Tokenizes prompts and checks that they fit into the model's context.
+        sync: Object that pushes weights and calls the engine.
+        prompts: Object that tokenizes prompts and checks that they fit into the model's context.
         tokenizer: Tokenizer of the policy.
     """
 
@@ -58,8 +58,8 @@ class SingleTurn:
         return self.batch_of(examples, rollouts)
 
     def complete(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
-        """Return one completion per prompt. Consecutive equal prompts are sent in one request, so that the engine
-        computes the prompt once.
+        """Return one completion per prompt. Consecutive equal prompts share one request, so that the engine computes the
+        prompt only once.
         """
         requests = shared_requests(prompts)
         self.prompts.check_lengths(requests, self.sync.context, sampling.max_new_tokens)
@@ -68,7 +68,7 @@ class SingleTurn:
         return [replace(r, pictures=shown) if shown else r for r, shown in zip(rollouts, pictures, strict=True)]
 
     def batch_of(self, examples: list[dict[str, Any]], rollouts: list[Rollout]) -> RolloutBatch:
-        """Return a rollout batch with the text of each completion."""
+        """Return a rollout batch of rows and rollouts, with the text of each completion."""
         chat = is_conversational(examples[0])
         return RolloutBatch(examples, *decoded(self.tokenizer, rollouts, conversational=chat))
 
@@ -76,17 +76,17 @@ class SingleTurn:
 def make_driver(
     traits: Traits, name: str, args: PostTrainingConfig | None, given: dict[str, Any]
 ) -> EpisodeDriver | None:
-    """Create the episode driver from a trainer's arguments. Return None if completions are single turns.
+    """Create the episode driver from a trainer's arguments. Return None if all completions are single turns.
 
     Args:
         traits: Traits of the method.
         name: Name of the trainer class.
         args: The trainer's config. None: no config was passed.
-        given: Those of the arguments ``tools``, ``environment_factory``, ``rollout_func`` and ``harness`` that are not
-            None.
+        given: The trainer's arguments ``tools``, ``environment_factory``, ``rollout_func`` and ``harness``, without those
+            that are None.
 
     Raises:
-        ConfigError: The trainer does not support these arguments.
+        ConfigError: The trainer does not support one of these arguments.
     """
     if given and not traits.takes_episodes:
         raise ConfigError(
@@ -103,7 +103,7 @@ def make_driver(
 
 
 def place_of(count: int, sync: WeightSync) -> int:
-    """Return the number of rows on all processes before this one. This is a collective operation."""
+    """Return how many rows the preceding processes have in total. This is a collective operation."""
     return sum(parallel.all_gather_objects([count], sync.accelerator)[: sync.accelerator.process_index])
 
 
@@ -118,7 +118,7 @@ class Tools:
 
     Args:
         driver: Driver that runs the episodes of this process.
-        single: Sampler for environments without tools, whose episodes have a single turn.
+        single: Sampler for environments without tools. Their episodes have a single turn.
         stop_ids: Tokens that end a turn.
     """
 
@@ -153,9 +153,7 @@ class Tools:
     def _run(
         self, rows: list[dict[str, Any]], environments: list[Any] | None, settings: SampleSettings
     ) -> tuple[list[Rollout], list[Any]]:
-        """Run one multi-turn episode per row. All ranks leave the loop at the same time, because engine calls may be
-        collective.
-        """
+        """Run one multi-turn episode per row. Engine calls may be collective, so all ranks leave the loop at the same time."""
         sync = self.sync
 
         def generate(batches: Batches) -> list[list[Rollout]]:
@@ -178,7 +176,7 @@ class Harness:
 
     Args:
         driver: Driver that runs the episodes of this process.
-        sync: Pushes weights and calls the engine.
+        sync: Object that pushes weights and calls the engine.
         vocabulary: Vocabulary size, V.
     """
 
@@ -217,8 +215,8 @@ class Function:
 
     Args:
         driver: Driver that checks the result of the function.
-        function: Rollout function of prompts that returns a dict of lists.
-        sync: Pushes weights.
+        function: Rollout function. It receives prompts and returns a dict of lists.
+        sync: Object that pushes weights.
         stop_ids: Tokens that end a completion.
         vocabulary: Vocabulary size, V.
     """

@@ -34,14 +34,14 @@ THUMBNAILED = 4
 
 
 def completion_lengths(batch: RolloutBatch) -> list[int]:
-    """Return, for each completion, the number of tokens that the model generated."""
+    """Return the number of generated tokens of each completion."""
     return [sum(map(sum, batch.trained(i, False))) for i in range(len(batch.rollouts))]
 
 
 def completion_metrics(
     batch: RolloutBatch, masks_truncated: bool, without_token: Collection[int] = ()
 ) -> dict[str, Metric]:
-    """Compute metrics of the lengths of completions, and the fractions of truncated and of repeated completions.
+    """Compute metrics of completion lengths, and the fractions of truncated and duplicate completions.
 
     Args:
         batch: Completions of this rank. The completions of a group are consecutive.
@@ -78,8 +78,8 @@ def share_without_token(batch: RolloutBatch, without_token: Collection[int]) -> 
 
 
 def duplicates(batch: RolloutBatch) -> Metric:
-    """Return the fraction of completions that are equal to an earlier completion of their group. The first completion
-    of each group is not counted, so that the fraction is 1 if all completions are equal.
+    """Return the fraction of completions that equal an earlier completion of their group. The first completion of each group
+    is not counted. The fraction is therefore 1 if all completions are equal.
     """
     repeated, others = 0, 0
     for group in batch.groups():
@@ -92,14 +92,14 @@ def duplicates(batch: RolloutBatch) -> Metric:
 def reward_metrics(table: RewardTable, made: Advantages, lengths: Sequence[int]) -> dict[str, Metric]:
     """Compute metrics of the rewards of all ranks, and of the advantages that the method computed.
 
-    Every rank has the rewards of all ranks and computes the same values, so averaging them over ranks does not change
+    Every rank has the rewards of all ranks and computes the same values. Averaging these values over ranks does not change
     them.
 
     Args:
         table: Rewards of all ranks, with ``values (n, K)``.
         made: Advantages, and the weighted rewards before any penalty.
-        lengths: Number of tokens of each completion. The correlation of lengths and rewards is computed only if there
-            are n lengths.
+        lengths: Number of tokens of each completion. The correlation of lengths and rewards is only computed if there is one
+            length per reward.
     """
     totals, metrics = made.totals, {}
     if made.unbounded is not None:
@@ -125,7 +125,7 @@ def reward_metrics(table: RewardTable, made: Advantages, lengths: Sequence[int])
 
 
 def reward_spread(totals: Tensor) -> Metric:
-    """Compute the standard deviation of the rewards ``(n,)`` that are not missing. The result is 0 for fewer than two
+    """Compute the standard deviation of the rewards ``(n,)``, ignoring missing rewards. The result is 0 for fewer than two
     rewards.
     """
     scored = totals[~totals.isnan()]
@@ -135,15 +135,14 @@ def reward_spread(totals: Tensor) -> Metric:
 def completion_rows(
     batch: RolloutBatch, table: RewardTable, tokenizer: Tokenizer, step: int, *, images: bool = True
 ) -> list[dict[str, Any]]:
-    """Return one row per completion of this rank, with prompt, completion, each reward, additional columns, and the
-    advantage.
+    """Return one row per completion of this rank: prompt, completion, each reward, additional columns, and the advantage.
 
     Args:
         batch: Completions of this rank.
         table: Rewards of all ranks. The rewards of this rank begin at ``start``.
-        tokenizer: Tokenizer that decodes prompts, and the tokens of one group.
+        tokenizer: Tokenizer that decodes all prompts, and the completion tokens of one group.
         step: Number of finished optimizer steps.
-        images: Whether image thumbnails are added to the first groups, for the report.
+        images: Whether thumbnails of images are added to the rows of the first groups, for the report.
     """
     rows = []
     for i, rollout in enumerate(batch.rollouts):
@@ -178,7 +177,7 @@ def completion_rows(
 
 
 def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
-    """Return the options with which reward models are loaded and run. They are those of the policy."""
+    """Return the options for loading and running reward models. They equal the policy's options."""
     return {
         "batch_size": args.per_device_train_batch_size,
         "trust_remote_code": args.trust_remote_code,
@@ -190,12 +189,12 @@ def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
 def reward_options(
     functions: Any, args: PostTrainingConfig | type[PostTrainingConfig], processing_classes: Any, tokenizer: object
 ) -> dict[str, Any]:
-    """Return the arguments with which a config creates a `RewardRunner`. The arguments are picklable if the reward
-    functions are.
+    """Return the arguments for creating a `RewardRunner` from a config. They are picklable if the reward functions are
+    picklable.
 
     Args:
         functions: Reward functions that were passed to the trainer.
-        args: The trainer's config, or the class of the config, whose defaults are then used.
+        args: The trainer's config, or its class. With a class, the default values are used.
         processing_classes: Tokenizers of reward models.
         tokenizer: Tokenizer of the policy, or None if it is loaded later.
     """
@@ -211,13 +210,13 @@ def reward_options(
 
 
 def try_rewards(rewards: RewardRunner, args: Any, rows: list[dict[str, Any]], evaluation: Any) -> None:
-    """Call every reward function once with made-up completions for one of the rows, before the model is loaded.
+    """Call every reward function once before the model is loaded, with one dataset row and made-up completions.
 
     Args:
         rewards: Reward functions.
         args: Config of the run.
         rows: First rows of the training set.
-        evaluation: One evaluation set, or several by name. These sets must also have the columns that the functions need.
+        evaluation: One evaluation set, or several by name. They must also have the columns that the functions need.
     """
     rewards.dry_run(
         rows,
@@ -236,8 +235,8 @@ def reward_runner(
     Args:
         runner_class: `RewardRunner`, or a subclass of it.
         options: See `reward_options`.
-        pool: Pool of environments. Environments with ``get_reward`` also provide rewards. Calls of ``get_reward`` use
-            the threads and the timeout of tools.
+        pool: Pool of environments. Environments with ``get_reward`` also provide rewards. ``get_reward`` is called with the
+            threads and the timeout of tools.
     """
     return runner_class(**options, of_environments=() if pool is None else pool.rewards())
 
@@ -245,14 +244,14 @@ def reward_runner(
 def score_rollouts(
     rewards: RewardRunner, batch: RolloutBatch, tokenizer: Tokenizer, state: TrainerState
 ) -> RewardTable:
-    """Compute the rewards of this process's completions, without transforming or checking them. If there are no
-    completions, no function is called.
+    """Compute the rewards of this process's completions, without transforming or checking them. Without completions, no
+    reward function is called.
 
     Args:
         rewards: The reward functions.
         batch: Completions.
-        tokenizer: Tokenizer that decodes the ends of prompts, for format rewards.
-        state: State of the trainer, which reward functions receive.
+        tokenizer: Tokenizer that decodes the last tokens of prompts, for format rewards.
+        state: State of the trainer, passed to reward functions.
     """
     if not batch.examples:
         return RewardTable(torch.empty(0, len(rewards.names)), list(rewards.names), rewards.weights)
@@ -265,7 +264,7 @@ def score_rollouts(
         prompt_suffixes=prompt_suffixes(tokenizer, batch.rollouts),
         environments=batch.environments,
     )
-    # A failed episode is not scored. Its reward is missing, or it is the failure reward of the config.
+    # A failed episode is not scored. Its reward is missing, or is the config's failure reward.
     failed = torch.tensor([error is not None for error in batch.extra.get("harness_error", ())])  # (n,)
     if not failed.any():
         return table
@@ -274,8 +273,8 @@ def score_rollouts(
 
 
 def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Convert rows of completions to a dict of columns. TRL's trainers store the last generation in this format in
-    ``_logs``. ``names`` are the names of the rewards.
+    """Convert rows of completions to a dict of columns, in the format of TRL's ``_logs``. ``names`` are the names of the
+    rewards.
     """
     own = {"step", "prompt", "completion", "advantage", *names}
     columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
@@ -289,12 +288,13 @@ def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any
 
 
 def logged_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, mode: str) -> RewardTable:
-    """Return the result of `all_rewards`, and log the metrics of the reward functions. This is a collective operation.
+    """Compute the rewards of all ranks with `all_rewards`, and log the metrics of the reward functions. This is a collective
+    operation.
 
     Args:
         run: Run of a method that samples.
         rewards: The reward functions.
-        batch: Completions of this rank. May be empty.
+        batch: Completions of this rank. It may be empty.
         mode: ``train``, ``eval``, or the name of another log window.
     """
     table = all_rewards(run, rewards, batch, training=mode == "train")
@@ -303,13 +303,12 @@ def logged_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, mode: s
 
 
 def all_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, *, training: bool) -> RewardTable:
-    """Compute the rewards of each rank's completions, and return the rewards of all ranks. This is a collective
-    operation.
+    """Compute the rewards of this rank's completions, and return the rewards of all ranks. This is a collective operation.
 
     Args:
         run: Run of a trainer that samples.
         rewards: The reward functions of the run.
-        batch: Completions of this rank. May be empty.
+        batch: Completions of this rank. It may be empty.
         training: Whether the rewards are used for training.
     """
     with parallel.failing_together(run.accelerator):
@@ -325,7 +324,7 @@ def all_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, *, trainin
 def add_to_record(
     record: RunRecordCallback, run: Run, rollouts: RolloutBatch, rewards: RewardTable, found: Advantages
 ) -> bool:
-    """Add the completions of all ranks to the completions table. This method is called for every rollout batch."""
+    """Add the completions of all ranks to the completions table of the run record. It is called for every rollout batch."""
     images, step = run.vision.images and run.args.log_multimodal, run.progress.state.global_step
     run.progress.shown = completion_rows(rollouts.worth(found), rewards, run.tokenizer, step, images=images)
     shares = parallel.gather_objects(run.progress.shown, run.accelerator)

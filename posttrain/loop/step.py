@@ -1,4 +1,4 @@
-"""Functions for one optimizer step: count its tokens and sequences, then compute loss and gradient of each forward pass."""
+"""Functions for one optimizer step: count tokens and sequences, then compute loss and gradient of each forward pass."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Loss:
 
 
 def add_sums(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Add two values of `Loss.sums`, each of which may be None."""
+    """Add the ``sums`` of two losses. Each of them may be None."""
     return other if one is None else one if other is None else one + other
 
 
 def commit(run: Run, found: Loss, mode: str = "train") -> None:
-    """Log the metrics of passes that succeeded, and add their sums to those of the optimizer step."""
+    """Log the metrics of completed passes, and add their ``sums`` to those of the optimizer step."""
     for metrics in found.metrics:
         run.log(metrics, mode)
     run.progress.sums = add_sums(run.progress.sums, found.sums)
@@ -62,11 +62,11 @@ def count(run: Run, batches: Sequence[Batch], overlong: float = 0.0) -> tuple[De
     Args:
         run: Run of the trainer.
         batches: Batches of all micro-batches of this rank.
-        overlong: 1.0 if this rank has a sequence that is too long, else 0.0. It is summed over ranks.
+        overlong: 1.0 if this rank has a sequence that is too long, else 0.0.
 
     Returns:
-        The denominators of the loss terms, the number of all tokens (including those without loss), and the sum of
-        ``overlong``.
+        The denominators of the loss terms, the number of all tokens (including tokens without loss), and the sum of
+        ``overlong`` over ranks.
     """
     named = run.method.counts(batches)
     local = [
@@ -83,7 +83,7 @@ def count(run: Run, batches: Sequence[Batch], overlong: float = 0.0) -> tuple[De
 
 
 def count_tokens(run: Run, batches: Sequence[Batch], counts: Denominators) -> None:
-    """Log token counts of an optimizer step.
+    """Log the token counts of an optimizer step.
 
     Args:
         run: Run of the trainer.
@@ -100,13 +100,14 @@ def count_tokens(run: Run, batches: Sequence[Batch], counts: Denominators) -> No
 def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> Loss:
     """Compute the loss of one pass: run the forward pass, compute the objective, and reduce its terms.
 
-    For a mixture of experts, the load-balancing loss is added. It is averaged over passes.
+    For a mixture of experts, the load-balancing loss is added to the loss. The load-balancing loss is averaged over passes.
 
     Args:
         run: Run of the trainer.
         model: Model, wrapped as in the run.
         batch: Batch of one forward pass.
-        counts: Counts of the whole optimizer step, so that the losses of its passes can be added.
+        counts: Counts of the whole optimizer step. The losses of all passes with these counts add up to the loss of the
+            step.
         state: Progress of the run, see `Run.now`.
     """
     hooks, method = run.hooks, run.method
@@ -132,12 +133,12 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, stat
 
 
 def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: State) -> Batch:
-    """Return the batch with `Batch.expected_grad`, if the gradient of the loss with respect to the log-probs can be
-    computed before the pass, or separately for each token.
+    """Return the batch with `Batch.expected_grad`. This field is set only if the gradient of the loss with respect to the
+    log-probs can be computed before the pass, or for each token separately.
 
-    The gradient is computed by calling the objective with the reference's log-probs, or with 0. An objective of a
-    subclass is not called for this, because it may have side effects. `posttrain.models.logprob.token_logprobs`
-    describes how the output layer uses this gradient on a CPU.
+    The gradient is computed by calling the objective with the reference's log-probs, or with 0. An objective of a subclass
+    is not called for this purpose, because it may have side effects. `posttrain.models.logprob.token_logprobs` describes how
+    the output layer uses this gradient on a CPU.
     """
     own = run.hooks.objective or run.loss_function
     if own or batch.input_ids.device.type != "cpu" or not (known := run.method.knows_gradient(batch)):
@@ -154,8 +155,8 @@ def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: 
 
 
 def function_loss(run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> Loss:
-    """Compute the loss with the user's ``compute_loss_func(outputs, labels, num_items_in_batch)``, which receives full
-    logits.
+    """Compute the loss with the user's ``compute_loss_func(outputs, labels, num_items_in_batch)``. This function receives
+    full logits.
     """
     assert run.loss_function is not None
     output, labels = full_logits(model, batch)
@@ -164,7 +165,7 @@ def function_loss(run: Run, model: nn.Module, batch: Batch, counts: Denominators
 
 
 def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], counts: Denominators, state: State) -> Loss:
-    """Add the gradients of several passes to the gradients of the parameters. No other state is changed.
+    """Run forward and backward for several passes, and accumulate their gradients. No other state is changed.
 
     Args:
         run: Run of the trainer.
@@ -175,7 +176,7 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
         state: Progress of the run, see `Run.now`.
 
     Returns:
-        The sum of the losses without a graph, the metrics, and the statistics of the method.
+        The sum of the losses (detached), the metrics, and the statistics of the method.
     """
     accelerator, device, split = run.accelerator, run.args.device, token_split.active()
     value, metrics, sums = torch.zeros((), device=device), [], None
@@ -183,12 +184,12 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
     passes = parallel.equal_passes(len(batches), accelerator)
     with memory.gradients_first(model, passes=passes * (1 if split is None else split.size)):
         for index in range(passes):
-            # A forward pass may be a collective operation. If a rank has no batch left, it therefore repeats its last batch
+            # A forward pass may be a collective operation. A rank without further batches therefore repeats its last batch
             # with weight 0.
             batch, weight = batches[min(index, len(batches) - 1)], 1.0 if index < len(batches) else 0.0
             for helped, last in token_split.turns(index == passes - 1):
                 with offloading, parallel.no_sync(model, last=last):
-                    # With sequence parallelism, this process computes its columns of a pass that another process owns.
+                    # With sequence parallelism, this process computes its columns of a pass that belongs to another process.
                     if split is not None and helped is not None:
                         parallel.backward(accelerator, split.help_with(model, helped))
                         continue
@@ -206,20 +207,20 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
 def optim_step(
     run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, sums: Tensor | None = None
 ) -> dict[str, Metric]:
-    """Clip the gradient, run an optimizer step, reset the gradient, and end the step of the method. Use it in your own
-    training loop.
+    """Run one optimizer step: clip the gradient, update the weights, reset the gradient, and end the step of the method. Use
+    this function in your own training loop.
 
     Args:
         run: Run of a trainer, or of `posttrain.loop.build.build`.
         model: Model whose gradients `forward_backward` computed.
-        optimizer: Optimizer of its parameters.
+        optimizer: Optimizer of the model's parameters.
         sums: Sum of `Loss.sums` over the passes of the step.
 
     Returns:
         ``grad_norm`` before clipping, and the metrics of the method for this step.
 
     Raises:
-        PosttrainError: For the third consecutive time, the gradient is not finite.
+        PosttrainError: The gradient is not finite for the third consecutive time.
     """
     norm = run.accelerator.clip_grad_norm_(model.parameters(), max(run.args.max_grad_norm or 0, 0) or math.inf)
     is_finite(run, model, norm)
@@ -243,19 +244,19 @@ def is_finite(run: Run, model: nn.Module, norm: Any) -> bool:
         norm: Gradient norm before clipping, or None if it was not computed.
 
     Raises:
-        PosttrainError: For the third consecutive time, the gradient is not finite.
+        PosttrainError: The gradient is not finite for the third consecutive time.
     """
     if norm is None or bool(torch.isfinite(torch.as_tensor(norm))):
         run.progress.bad_steps = 0
         return True
-    # With fp16, the gradient scaler skips the step itself and reduces its scale.
+    # With fp16, the gradient scaler skips the step and reduces its scale.
     if run.accelerator.mixed_precision != "fp16":
         skip(run, model, norm)
     return False
 
 
 def skip(run: Run, model: nn.Module, norm: Any) -> None:
-    """Discard the gradient of a step. After three consecutive steps like this, end the run."""
+    """Discard the gradient of a step. After three consecutive discarded steps, raise an error that ends the run."""
     run.progress.bad_steps += 1
     logger.warning(
         "step %d: the gradient norm is %s, so this step is skipped (%d in a row).",

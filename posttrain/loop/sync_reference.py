@@ -1,4 +1,4 @@
-"""`SyncRefModelCallback`: TR-DPO, in which the reference model is updated from the policy every few optimizer steps."""
+"""`SyncRefModelCallback` for TR-DPO: every few optimizer steps, the reference model is updated from the policy."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "ref_model.safetensors"
 
 
-# Attributes that parameters have if they are sharded by ZeRO-3, FSDP 1, FSDP 2 or tensor parallelism.
+# Attributes of parameters that are sharded by ZeRO-3, FSDP 1, FSDP 2 or tensor parallelism.
 SHARD_MARKS = ("ds_id", "_fsdp_flattened", "_is_flat_param", "device_mesh")
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether some parameter is sharded, so that this process has only a part of it."""
+    """Return whether any parameter is sharded, so that this process has only a part of it."""
     return any(hasattr(parameter, mark) for parameter in model.parameters() for mark in SHARD_MARKS)
 
 
 def resumed_from(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """Return the checkpoint folder from which this run resumed. The folder is found by comparing the trainer state.
+    """Return the checkpoint folder from which this run resumed, or None. Candidates are compared by their trainer state.
 
-    transformers does not pass the folder to callbacks. The candidates are ``args.resume_from_checkpoint`` and the
-    checkpoint of the current step in the output directory. A candidate with another log history belongs to another run
-    and is skipped.
+    transformers does not pass the folder to callbacks. The candidates are ``args.resume_from_checkpoint`` and the checkpoint
+    of the current step in the output directory. A candidate with a different log history belongs to another run and is
+    skipped.
     """
     resume = args.resume_from_checkpoint
     candidates = [Path(resume)] if isinstance(resume, str) else []
@@ -63,7 +63,7 @@ def resumed_from(args: TrainingArguments, state: TrainerState) -> Path | None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file atomically."""
+    """Write tensors and metadata to a safetensors file atomically."""
     from safetensors.torch import save_file
 
     with whole_file(path) as part:
@@ -73,14 +73,14 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 class SyncRefModelCallback(transformers.TrainerCallback):
     """Updates the reference model from the policy every ``args.ref_model_sync_steps`` optimizer steps.
 
-    For each parameter, ``ref = (1 - a) * ref + a * policy`` with ``a = args.ref_model_mixup_alpha``. Parameters are
-    matched by name. If the reference is in half precision, the update is computed on a float32 copy in main memory,
-    because bfloat16 would round away the change for a small ``a``. The updated reference is saved in every checkpoint
-    and restored on resume.
+    For each parameter, ``ref = (1 - a) * ref + a * policy`` with ``a = args.ref_model_mixup_alpha``. Parameters of reference
+    and policy are paired by name. If the reference is in half precision, the update is computed on a float32 copy in main
+    memory, because bfloat16 would round away the change for a small ``a``. Every checkpoint contains the updated reference,
+    which is restored on resume.
 
     Args:
-        ref_model: The frozen model, or a `posttrain.models.reference.Reference` that contains one. None: the callback
-            does nothing.
+        ref_model: The frozen model, or a `posttrain.models.reference.Reference` that contains it. None: the callback does
+            nothing.
         accelerator: Accelerator of the trainer.
 
     Raises:
@@ -112,7 +112,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Check the settings and the models. On resume, restore the reference from the checkpoint."""
+        """Check the settings and both models. On resume, restore the reference from the checkpoint."""
         if self.ref_model is None:
             return
         steps, alpha = _settings(args)
@@ -133,14 +133,16 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Update the reference if this is one of the update steps."""
+        """Update the reference if an update is due after this step."""
         steps, alpha = _settings(args)
         if self.ref_model is not None and state.global_step % steps == 0:
             self.sync(model, alpha)
 
     @torch.no_grad()
     def sync(self, policy: nn.Module, alpha: float) -> None:
-        """Update the reference now, with mixing weight ``alpha``. If parameters are sharded, all ranks must call it."""
+        """Update the reference now, with mixing weight ``alpha``. If parameters are sharded, all ranks must call this
+        method.
+        """
         pairs = self._pairs(policy)
         with _gathered([p for _, ref, theta in pairs for p in (ref, theta)]) as writes:
             for name, ref, theta in pairs if writes else ():
@@ -155,8 +157,8 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         self._mix_buffers(policy, alpha)
 
     def _mix_buffers(self, policy: nn.Module, alpha: float) -> None:
-        """Update the buffers of the reference. Running statistics are mixed like weights, and counters are copied.
-        Buffers are never sharded.
+        """Update the buffers of the reference. Floating-point buffers, such as running statistics, are mixed like weights.
+        Other buffers, such as counters, are copied. Buffers are never sharded.
         """
         theirs = dict(unwrapped(policy).named_buffers())
         for name, ours in unwrapped(self.ref_model).named_buffers():
@@ -165,10 +167,10 @@ class SyncRefModelCallback(transformers.TrainerCallback):
                 ours.copy_(torch.lerp(ours, value, alpha) if ours.is_floating_point() else value)
 
     def _pairs(self, policy: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
-        """Return ``(name, reference parameter, policy parameter)`` for every parameter.
+        """Return a list of ``(name, reference parameter, policy parameter)``.
 
         Raises:
-            ModelError: Names, shapes or layouts differ.
+            ModelError: The names, shapes or sharding layouts of the parameters differ.
         """
         ours, theirs = _parameters(self.ref_model), _parameters(policy)
         if odd := sorted(ours.keys() ^ theirs.keys()):
@@ -185,7 +187,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         return [(name, ref, theirs[name]) for name, ref in ours.items()]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save the reference in the policy's checkpoint if it has been updated since the start."""
+        """Save the reference in the policy's checkpoint if the reference has been updated in this run."""
         if self.ref_model is None or state.global_step < _settings(args)[0] or args.save_only_model:
             return
         named = _parameters(self.ref_model)
@@ -243,7 +245,7 @@ def _refuse(model: nn.Module, role: str) -> None:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters by name, without the prefixes of wrappers."""
+    """Return the model's parameters by name, without the prefixes of wrappers."""
     named = unwrapped(model).named_parameters()
     return {name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""): p for name, p in named}
 

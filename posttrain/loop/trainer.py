@@ -1,4 +1,4 @@
-"""`PostTrainer`: the training loop that all methods share. It does not depend on the algorithm."""
+"""`PostTrainer`: the training loop that all methods share. The loop does not depend on the algorithm."""
 
 from __future__ import annotations
 
@@ -60,20 +60,18 @@ logger = logging.getLogger(__name__)
 
 
 class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
-    """Trainer for all methods. The trainer converts rows to batches, batches to loss terms, and loss terms to one
-    gradient.
+    """Trainer for all methods. It converts rows to batches, batches to loss terms, and loss terms to one gradient.
 
-    ``METHOD`` defines the algorithm. Everything else (loading, adapters, gradient accumulation, ranks, metrics,
-    checkpoints) is implemented here. A subclass may override the methods that are documented as hooks, such as
-    `objective`.
+    ``METHOD`` defines the algorithm. This class implements everything else: loading, adapters, gradient accumulation, ranks,
+    metrics and checkpoints. A subclass may override the methods that are documented as hooks, such as `objective`.
     """
 
-    # The loss needs no further division, because its denominators are counted over all micro-batches and ranks of a step.
+    # The loss needs no further division. Its denominators already count all micro-batches and ranks of a step.
     loss_is_scaled_for_ga = True
     METHOD: ClassVar[type[Method[Any]]]
-    # Config class of METHOD. It is set automatically for a subclass that sets METHOD.
+    # Config class of METHOD. If a subclass sets METHOD, this attribute is set automatically.
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
-    # Names for the model card, as in TRL's trainers. If a class sets METHOD but not these names, they are derived from its
+    # Names for the model card, as in TRL's trainers. If a class sets METHOD but not these names, they are derived from the
     # class name.
     _name: ClassVar[str] = "post-training"
     _tag_names: ClassVar[list[str]] = ["posttrain"]
@@ -82,9 +80,9 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     rewards: Any = None
     environments: Any = None
     driver: Any = None
-    no_rows: Any = ()  # Value that the collator returns if an evaluation batch has no rows on this process.
+    no_rows: Any = ()  # Item of the loader if this process has no rows of an evaluation batch.
     _in_loop = False
-    # Losses that the method computed. The list exists only while the user's function computes the loss of a pass.
+    # Losses that the method computed. The list exists only while a function of the user computes the loss of a pass.
     _losses: list[step.Loss] | None = None
     _window_start: float | None = None
     _head: DatasetHead | None = None
@@ -100,8 +98,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             cls.__init__ = accepting(cls.__init__)
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Raise an error for unknown arguments. If a user's subclass overrides methods that expect TRL's padded dicts,
-        convert their inputs with the adapters of `posttrain.compat`.
+        """Raise an error for unknown arguments. If a user's subclass overrides methods that expect TRL's padded dicts, add
+        the adapters of `posttrain.compat`, which convert the inputs of these methods.
         """
         check_arguments(cls, kwargs)
         return super().__new__(build.adapted(cls))
@@ -114,15 +112,15 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def aux_loss_enabled(self) -> bool:
-        """Whether the load-balancing loss of a mixture of experts is used. The name is TRL's."""
+        """Whether the load-balancing loss of a mixture of experts is part of the loss. The name is from TRL."""
         return bool(self.router_coefficient)
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Components of the run, and settings with TRL's names, are set on the object that stores them.
+        # Components of the run, and settings with TRL's names, are set in the object that stores them.
         if name not in attributes.SET or not attributes.write(self, name, value):
             super().__setattr__(name, value)
 
-    # Type checkers do not see this method, so that they still report attributes that do not exist.
+    # Hide this method from type checkers, so that they still report attributes that do not exist.
     if not TYPE_CHECKING:
         __getattr__ = attributes.read
 
@@ -207,16 +205,16 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self.method.rows(examples)
 
     def reads_images(self) -> tuple[bool, bool]:
-        """Return whether rows may contain images, and whether tools or environments may return images."""
+        """Return two flags: whether rows may contain images, and whether tools or environments may return images."""
         return self.method.traits.reads_images, False
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Check and tokenize all datasets once. This method is called before the model is loaded."""
+        """Check and tokenize the training and evaluation sets once, before the model is loaded."""
         prepared = self.prepare(train, "train", training=True)
         return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
 
     def prepare_evaluation(self, dataset: AnyDataset) -> Any:
-        """Prepare one raw evaluation set, or several by name. Sets that are already prepared are returned unchanged."""
+        """Prepare one raw evaluation set, or several by name. Prepared sets are returned unchanged."""
         prepared = {}
         for name, subset in (dataset if isinstance(dataset, dict) else {"eval": dataset}).items():
             with naming(name):
@@ -236,32 +234,30 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return 1 if split is None else split.size
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator like the parent class. ``sp_size`` is hidden from accelerate, which would need
-        DeepSpeed for it.
+        """Create the accelerator as in the parent class. ``sp_size`` is hidden from accelerate, because accelerate would
+        require DeepSpeed for it.
         """
         extension = sequence_parallel(self.args)
         with contextlib.nullcontext() if extension is None else extension.without_accelerate(self.args):
             super().create_accelerator_and_postprocess()
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
-        """Load the model with this path or id."""
+        """Load the model from a path or Hub id."""
         return load.create_model_from_path(model_id, **kwargs)
 
     def _choose_layout(self, model: nn.Module) -> Layout:
-        # User functions that read logits need the padded layout, in which each row has one sequence.
+        # User functions that read logits need the padded layout, which has one sequence per row.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
         return build.choose_layout(model, self.args, padded=any(one is not None for one in wanted))
 
     def read_also_by(self, other: nn.Module | None) -> None:
-        """Choose a layout of rows with which both the policy and ``other``, which runs on the same batches, compute
-        exact results.
-        """
+        """Choose a row layout that is exact for both the policy and ``other``, a model that runs on the same batches."""
         if other is not None:
             self.layout = build.joint_layout(self.layout, other, self.args)
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
-        """Return the function that converts dataset examples to an item of the loader. Here, an item is the list of
-        batches of one micro-batch.
+        """Return the function that converts dataset examples to an item of the loader: the list of batches of one
+        micro-batch.
         """
         if self.vision.reader is None:
             return lambda examples: Batches(self.run.collate(self.rows(examples)))
@@ -275,7 +271,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return super()._get_eval_sampler(build.measured(eval_dataset, self.args))
 
     def _remove_unused_columns(self, dataset: AnyDataset, description: str | None = None) -> Any:
-        return dataset  # Keep all columns. Columns are read by name, so that unused columns cost nothing.
+        return dataset  # Keep all columns. Columns are read by name, so unused columns cost nothing.
 
     def _get_collator_with_removed_columns(self, data_collator: Callable, description: str | None = None) -> Callable:
         return data_collator
@@ -283,14 +279,14 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     # Checks and reports ------------------------------------------------------------------------------------------
 
     def check_start(self) -> None:
-        """Run the checks of the model, its layout and the rows. A subclass may add its own setup."""
+        """Check the model, its layout and the training rows. A subclass may add setup steps."""
         if self.args.strict_data and self.train_dataset is not None:
             self.data_report()
         self.checks.start(self.model, self.layout)
         self.check_data()
 
     def check_data(self) -> None:
-        """Run the checks on sampled training rows. A subclass may add its own checks."""
+        """Run the checks on sampled training rows. A subclass may add further checks."""
         self.checks.data(self.head, self.eval_dataset)
 
     @property
@@ -300,8 +296,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def head(self) -> DatasetHead:
-        """Training rows that are checked before training. They are read once. If ``train_dataset`` is replaced, they
-        are read again.
+        """Sample of training rows that is checked before training. It is read once, and once more after ``train_dataset`` is
+        replaced.
         """
         if self._head is None or self._head.prepared is not self.train_dataset:
             sources = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
@@ -310,7 +306,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self._head
 
     def data_report(self) -> DataReport:
-        """Return a summary of the training set, computed from rows that are evenly spaced over the set.
+        """Return a summary of the training set, computed from a sample of evenly spaced rows.
 
         Raises:
             DataError: ``strict_data`` is set and there are warnings.
@@ -332,17 +328,19 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return dry_step(self.run, self.head, self.optimizer, batch_size)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train the model. After Ctrl-C, SIGTERM or SIGHUP, the current step is finished, a checkpoint is saved, and
-        the method returns. ``trainer.interrupt.requested`` is then set.
+        """Train the model.
+
+        After Ctrl-C, SIGTERM or SIGHUP, the current step is finished, a checkpoint is saved, and the method returns. In this
+        case, ``trainer.interrupt.requested`` is True.
 
         Args:
             resume_from_checkpoint: Folder of a checkpoint. True: the last complete checkpoint in ``output_dir``.
-                ``"auto"``: the same, but the run starts from the beginning if there is no checkpoint.
+                ``"auto"``: the same as True, but without a checkpoint the run starts from the beginning.
             kwargs: Keyword arguments of `transformers.Trainer.train`.
         """
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryProfile(self.run))
-        # The user may have replaced methods of this object since it was created, so store them in the run again.
+        # The user may have replaced methods of this object after its creation, so store the current methods in the run.
         self.resolve()
         fit_memory(self.run, self.head, self.optimizer)
         self.checks.measure_models()
@@ -355,7 +353,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             )  # fmt: skip
         resume = self.checkpoints.resolve(resume_from_checkpoint, self.model)
         if resume_from_checkpoint is not None:
-            # Callbacks find their own saved state through this path.
+            # Callbacks load their saved state from this path.
             self.args.resume_from_checkpoint = resume
         with parallel.failing_together(self.accelerator):
             if self.accelerator.is_main_process:
@@ -381,19 +379,19 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
                     callback.stop()
 
     def _replaced(self, base: type, name: str, default: Any) -> Any:
-        """Return this trainer's method if a subclass of ``base`` or the user replaced it. Otherwise, return ``default``."""
+        """Return this trainer's method ``name`` if the user or a subclass of ``base`` replaced it. Otherwise, return
+        ``default``.
+        """
         replaced = name in vars(self) or inspect.getattr_static(type(self), name) is not vars(base)[name]
         return getattr(self, name) if replaced else default
 
     def resolve(self) -> None:
-        """Store replaced functions of the loop in the run. A function is replaced if a subclass overrides it, or if the
-        user assigned it to this object.
-        """
+        """Store the current functions of the loop in the run, including functions that a subclass or the user replaced."""
         self.run = replace(self.run, hooks=self._hooks())
 
     def _hooks(self) -> Hooks:
-        """Return the functions of the loop and of the method that a subclass overrides, or that the user assigned to
-        this object.
+        """Return the loop's functions. Functions that a subclass overrides, or that the user assigned to this object,
+        replace the defaults.
         """
         run, own = self.run, partial(self._replaced, PostTrainer)
         return replace(
@@ -411,14 +409,14 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device | str
     ) -> tuple[list[Any], None]:
-        """Read all micro-batches of one optimizer step, so that its denominators are known before the first forward pass."""
+        """Read all micro-batches of one optimizer step. Their tokens are counted before the first forward pass."""
         began = time.perf_counter()
         drawn = list(itertools.islice(epoch_iterator, num_batches))
         self.checkpoints.place.draw(epoch_iterator, len(drawn), num_batches)
         if self.checkpoints.place.checkpoint is not None:
             # Restore the random state now, before completions are sampled and scored.
             self._load_rng_state(self.checkpoints.place.checkpoint)
-        # The stream has ended. It begins again in the next epoch.
+        # The stream has ended. It restarts in the next epoch.
         if not drawn:
             return [], None
         self._window_start = began
@@ -430,14 +428,14 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.checks.report_overlong()
         step.count_tokens(self.run, batches, counts)
         self.run.watch("step", self.run, batches, counts)
-        # Methods that sample completions have already counted the tokens, with each prompt counted once per completion.
+        # Online methods have already counted these tokens. They count each prompt once per completion.
         if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
         self._passes, self.denominators, self.progress.sums = [], counts, None
         if hooks.prepare is not None:
             micro_batches = hooks.prepare(self.run, drawn, micro_batches, "train")
-        # Add empty micro-batches at the front. A step with fewer micro-batches then also ends with its last micro-batch, and
-        # leaves no gradient for the next step.
+        # Add empty micro-batches at the front. The last micro-batch of the step is then never empty, and no gradient remains
+        # for the next step.
         return [[]] * (num_batches - len(drawn)) + micro_batches, None
 
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
@@ -461,7 +459,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return found.value
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip the gradient. A gradient that is not finite is not applied, and the third consecutive one ends the run."""
+        """Clip the gradient. A gradient that is not finite is discarded. The third such gradient in a row ends the run."""
         norm = super()._clip_grad_norm(model)
         if step.is_finite(self.run, model, norm):
             self.run.watch("gradient", model, self._passes)
@@ -470,18 +468,18 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss of a batch: forward pass, objective and reduction. A subclass may override this method,
-        which training and evaluation use.
+        """Compute the loss of a batch: forward pass, objective and reduction. Training and evaluation call this method, and
+        a subclass may override it.
 
         Args:
             model: Model to run, wrapped as in the run.
             inputs: Batch of one forward pass.
-            return_outputs: Whether the `ModelOutputs` are returned too.
+            return_outputs: Whether the `ModelOutputs` are also returned.
             num_items_in_batch: See `Denominators.over`.
 
         Returns:
-            The loss of the pass, divided by counts of the whole optimizer step. The losses of all passes can therefore
-            be added.
+            The loss of the pass, divided by counts of the whole optimizer step. The losses of all passes add up to the loss
+            of the step.
         """
         run = self.run
         allowed = run.loss_function is not None or run.method.traits.takes_loss_func
@@ -500,8 +498,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return inputs
 
     def _users_loss(self, run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> step.Loss:
-        """Return the loss of a pass that the user's ``compute_loss`` or ``compute_loss_func`` computes. If the user's
-        function calls the trainer's own loss, the metrics of that loss are logged too.
+        """Return the loss of a pass from the user's ``compute_loss`` or ``compute_loss_func``. If the user's function calls
+        the trainer's own loss, the metrics of the trainer's loss are also logged.
         """
         with with_attributes(self, {"_losses": []}):
             value, losses = self.compute_loss(model, batch), self._losses or ()
@@ -509,8 +507,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return step.Loss(value, tuple(metrics for found in losses for metrics in found.metrics), sums)
 
     def comparison(self, batch: Batch) -> Any:
-        """Return the function that the output layer calls instead of computing log-probs; see `TokenHead.compare`.
-        Return None if log-probs are computed.
+        """Return the function that the output layer calls instead of computing log-probs; see `TokenHead.compare`. Return
+        None if the output layer computes log-probs.
         """
         return None
 
@@ -521,13 +519,13 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self.method.derived_metrics(metrics)
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
-        """Return the metrics since the last call, reduced over all ranks."""
+        """Return the metrics logged since the last call, reduced over all ranks."""
         return self.run.reduced_metrics(mode)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.state.epoch = self.checkpoints.place.epoch(self.state.epoch)
         run = self.run
-        # At the end of an epoch, the step has already ended, so there is nothing to do.
+        # At the end of an epoch, the step has already ended, so nothing remains to be done.
         if self._passes:
             self._passes = []
             run.progress.own, metrics = self.method.end_step(run.now(), run.progress.sums)
@@ -551,13 +549,13 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             with self.interrupt.evaluation():
                 metrics = super()._evaluate(*args, **kwargs)
         except checkpoint.EvaluationStopped:
-            # Discard the metrics that were collected so far. Otherwise they would be included in a later evaluation.
+            # Discard the metrics of the stopped evaluation. Otherwise they would be included in a later evaluation.
             self.reduced_metrics("eval")
             if self._in_loop:
                 raise
-            # With `eval_on_start`, the run ends only after its first step.
+            # With `eval_on_start`, the run ends after its first step.
             return {}
-        # metric_for_best_model is missing. A learning-rate scheduler has read it before the check below.
+        # metric_for_best_model is missing, and a learning-rate scheduler has read it before the check below.
         except KeyError as error:
             if "metric_for_best_model" in str(error):
                 check_best_metric(self.args, self.state.log_history[-1])
@@ -568,11 +566,11 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **_: Any
     ) -> None:
-        """Write ``<output_dir>/README.md`` with the model's description, training and usage."""
+        """Write the model card ``<output_dir>/README.md``. The card describes the model, its training and its usage."""
         create_model_card(self, model_name, dataset_name, tags)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model like `transformers.Trainer.save_model`. At the first call, check the padding and stop tokens
+        """Save the model as `transformers.Trainer.save_model` does. The first call also checks the padding and stop tokens
         in the saved configs.
         """
         self.checks.saved_tokens(self.model, self.processing_class)
@@ -596,7 +594,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         tags: str | Iterable[str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Upload like `transformers.Trainer.push_to_hub`. The run record is only uploaded if ``push_run_record`` is set."""
+        """Upload as `transformers.Trainer.push_to_hub` does. The run record is only uploaded if ``push_run_record`` is set."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         token = self.args.hub_token if token is None else token
         if self.hub_model_id is None:
@@ -611,7 +609,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self._upload(commit_message, token=token, revision=revision, run_as_future=not blocking)
 
     def _upload(self, message: str | None, folder: str | None = None, **options: Any) -> Any:
-        """Upload ``folder``. If ``folder`` is None, upload ``output_dir`` without its checkpoints."""
+        """Upload ``folder``. If it is None, upload ``output_dir`` without its checkpoints."""
         args, ignored = self.args, ["_*", "checkpoint-*"] if folder is None else []
         options = {"token": args.hub_token, "revision": args.hub_revision, "run_as_future": True} | options
         options |= {"repo_id": self.hub_model_id, "commit_message": message, "ignore_patterns": ignored}
@@ -648,13 +646,13 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self._complete_checkpoint()
 
     def _complete_checkpoint(self) -> None:
-        """Mark the last checkpoint as complete. Then push it to the Hub if that is configured."""
+        """Mark the last checkpoint as complete. Then push it to the Hub if ``push_to_hub`` is set."""
         final = self.checkpoints.complete(self.state)
         if final is not None and self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
     def _write_checkpoint(self, part: Path) -> None:
-        """Write all files of a checkpoint into a temporary folder, before it is renamed to its final path."""
+        """Write all files of a checkpoint into a temporary folder, which is renamed to its final path later."""
         self.save_model(str(part), _internal_call=True)
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(str(part))
@@ -692,12 +690,13 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             load.load_renamed(target, resume_from_checkpoint, self.accelerator)
             load.load_default_adapter(target, resume_from_checkpoint, self.accelerator)
         load.mark_loaded_projections(target)
-        # peft makes all parameters of a loaded adapter trainable, even those that the user froze.
+        # peft makes all parameters of a loaded adapter trainable, even parameters that the user froze. Restore the user's
+        # choice.
         for name, parameter in target.named_parameters():
             parameter.requires_grad_(learns.get(name, parameter.requires_grad))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # Tied weights are saved under one name only, so their other names do not count as missing.
+        # Tied weights are saved under only one name. Their other names are not missing.
         tied = vars(self.model).get("all_tied_weights_keys", {})
         load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
         super()._issue_warnings_after_load(load_result)
@@ -719,9 +718,9 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self.checkpoints.place.begin(start, self.train_dataset, skips=not self.args.ignore_data_skip)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # The random state is restored only once, before the first rollouts.
+        # The random state is restored only once, before the first rollouts are sampled.
         if self.checkpoints.place.restores_random():
-            self._evaluate_resumed()  # Evaluate before the random state is restored, because evaluation may use random numbers.
+            self._evaluate_resumed()  # Evaluate before the random state is restored. Evaluation may use random numbers.
             super()._load_rng_state(checkpoint)
 
     def _evaluate_resumed(self) -> None:
@@ -732,9 +731,9 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.state.best_model_checkpoint = folder
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluate_resumed()  # If no training step remained, the missing evaluation has not run yet.
+        self._evaluate_resumed()  # Without a further training step, the owed evaluation has not run yet.
         # Do not remove checkpoints here. With save_total_limit=1, transformers would remove all checkpoints except the best
-        # one, even those of other runs and the checkpoint from which to resume.
+        # one. It would also remove those of other runs, and the checkpoint to resume from.
         with with_attributes(self.args, {"save_total_limit": None}):
             return super()._finalize_training(*args, **kwargs)
 
@@ -749,8 +748,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         load.load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return additional state for a checkpoint, as JSON-compatible data. With it, a resumed run gives the same
-        result as an uninterrupted run.
+        """Return additional state for a checkpoint, as JSON-compatible data. A resumed run needs it to give the same result
+        as an uninterrupted run.
         """
         rows = self.get_total_train_batch_size(self.args)
         seen = checkpoint.rows_fingerprint(self._raw)
@@ -770,7 +769,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the given values, and the metrics since the last call, reduced over all ranks."""
+        """Log the given values, and the metrics collected since the last call, reduced over all ranks."""
         if self.run.progress.eval_rounds:
             count_rounds(logs, self.run.progress.eval_rounds)
         if not any(key.startswith("eval_") for key in logs):
@@ -782,15 +781,15 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     # Evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset: EvalSets | None = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate like `transformers.Trainer.evaluate`. A raw dataset is prepared first. A string is the name of one
-        of the trainer's evaluation sets.
+        """Evaluate as `transformers.Trainer.evaluate` does. A raw dataset is prepared first. A string selects one of the
+        trainer's evaluation sets by name.
         """
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self.prepare_evaluation(plain_rows(eval_dataset))
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Predict like `transformers.Trainer.predict`. A raw dataset is prepared first. Rows are padded, because full
+        """Predict as `transformers.Trainer.predict` does. A raw dataset is prepared first. Rows are padded, because full
         logits need one sequence per row.
         """
         if (split := token_split.active()) is not None:
@@ -804,8 +803,10 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self, dataset: AnyDataset, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None = None,
         is_training: bool = False, dataloader_key: str | None = None,
     ) -> DataLoader:  # fmt: skip
-        """Create a data loader. For training, it is the parent's loader, but its batches stay on the CPU, so that
-        counting tokens does not wait for the GPU. For evaluation, it is `evaluation_loader`.
+        """Create a data loader.
+
+        For training, it is the parent's loader, but its batches stay on the CPU. Counting tokens then does not wait for the
+        GPU. For evaluation, it is `evaluation_loader`.
         """
         if is_training:
             loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
@@ -828,15 +829,15 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def eval_group(self) -> int:
-        """Number of consecutive rows of an evaluation batch that belong together, because the loss compares them."""
+        """Number of consecutive rows of an evaluation batch that the loss compares with each other."""
         return 1
 
     def evaluation_loop(  # The signature is that of transformers.
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
-        """Compute the loss over the whole set. The loss is divided by the counts of the set, so that it does not depend
-        on the evaluation batch size.
+        """Compute the loss over the whole evaluation set. It is divided by the counts of the set, so it does not depend on
+        the evaluation batch size.
         """
         self.resolve()
         self.callback_handler.eval_dataloader, self.run.progress.eval_rounds = dataloader, 0
@@ -854,19 +855,19 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def own_loss(self) -> bool:
-        """Whether the user defines the loss, by ``compute_loss`` of a subclass or by ``compute_loss_func``."""
+        """Whether the user defines the loss, with ``compute_loss`` of a subclass or with ``compute_loss_func``."""
         replaced = "compute_loss" in vars(self) or build.user_override(type(self), "compute_loss") is not None
         return replaced or self.compute_loss_func is not None
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[Any, np.ndarray]]:
-        """Return one pair (logits, labels) per row, in the order of the dataset. ``preprocess_logits_for_metrics`` can
-        reduce the size of logits.
+        """Return a pair (logits, labels) for each row, in the order of the dataset. ``preprocess_logits_for_metrics`` can
+        reduce the size of the logits.
         """
         return predicted_rows(model, batches, self.preprocess_logits_for_metrics)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the number of floating-point operations: six per parameter and token. This is the cost of forward and
-        backward passes in a dense transformer.
+        """Estimate the number of floating-point operations of a step as six per parameter and token. This is the cost of
+        forward and backward passes in a dense transformer.
         """
         return 6 * sum(p.numel() for p in self.model.parameters()) * sum(batch.num_tokens for batch in inputs)
 

@@ -1,5 +1,5 @@
-"""`WeightSync`: pushes changed weights to the rollout engine, verifies that they arrived, and requests rollouts. Also
-functions that create engines.
+"""`WeightSync`: pushes changed weights to the rollout engine, verifies that they arrived, and requests rollouts. The module
+also has functions that create engines.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ RequestBatch = tuple[Sequence[Request], Sampling]
 
 
 def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: Tokenizer, pad_token_id: int) -> Any:
-    """Create the in-process engine that the config names, on the given model.
+    """Create the in-process engine that the config selects, for the given model.
 
-    The engine receives the tokenizer, for guided decoding and stop strings. It also receives the settings of
-    transformers' continuous batching, which supports only text.
+    The engine receives the tokenizer, for guided decoding and stop strings. An engine with transformers' continuous batching
+    also receives its settings. Continuous batching supports only text.
 
     Args:
         model: Model from which the engine samples.
@@ -78,7 +78,7 @@ def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: To
 def engine_of(
     run: Run, given: RolloutEngine | None, rewards: RewardRunner, engine_on: Callable[[nn.Module], Any] | None = None
 ) -> Any:
-    """Return the engine object that the user passed. If there is none, create the engine that the config names.
+    """Return the engine that the user passed. If the user passed no engine, create the one that the config selects.
 
     Args:
         run: Run of a method that samples.
@@ -111,7 +111,7 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
 
 
 def whole_update(push: Callable[[], None], tries: int) -> None:
-    """Push all weights. If the push fails, it is repeated from the beginning.
+    """Push all weights. If a push fails, repeat it from the beginning.
 
     Raises:
         WeightSyncError: The push failed ``tries`` times.
@@ -126,12 +126,12 @@ def whole_update(push: Callable[[], None], tries: int) -> None:
 
 
 class WeightSync:
-    """Connects an online trainer with its engine. This object pushes changed weights, checks that they arrived, and
-    requests rollouts.
+    """Connects an online trainer with its engine. It pushes changed weights, checks that they arrived, and requests
+    rollouts.
 
-    If the engine shares the trainer's weights, every rank calls it. If the engine has a copy of the weights, changed
-    weights are pushed before a call. If only the main process may call it, the requests of all ranks are gathered
-    there.
+    If the engine shares the trainer's weights, every rank calls the engine. If the engine has a copy of the weights, changed
+    weights are pushed before each call. If only the main process may call the engine, the requests of all ranks are gathered
+    on the main process.
 
     Args:
         engine: Engine that samples completions.
@@ -161,8 +161,8 @@ class WeightSync:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_engine(self, engine: Any) -> None:
-        """Compare the properties that servers report with the requirements of this run. This check runs before the
-        first generation.
+        """Check that the servers of an engine meet the requirements of this run. This check runs before the first
+        generation.
 
         Args:
             engine: Engine that sends requests to servers. All processes call this method, but only the main process has
@@ -184,7 +184,7 @@ class WeightSync:
     # ----------------------------------------------------------------------------------------------------------
 
     def ask(self, batches: Sequence[RequestBatch]) -> list[list[Rollout]]:
-        """Return the rollouts for each pair ``(requests, sampling)`` of this process. All processes must call it. A
+        """Request rollouts for each pair ``(requests, sampling)`` of this process. All processes must call this method. A
         process without requests passes an empty list.
         """
         engine = self.engine
@@ -198,7 +198,7 @@ class WeightSync:
                 if not engine.capabilities.main_process_only:
                     return [engine.generate(requests, sampling) for requests, sampling in batches]
                 return self._request_on_main(batches)
-            # All processes raise this error, because errors are exchanged between them.
+            # All processes raise this error, because each process receives the errors of all processes.
             except WeightSyncError as error:
                 if tried == self.retries:
                     raise
@@ -207,8 +207,8 @@ class WeightSync:
         raise AssertionError("unreachable")
 
     def _request_on_main(self, batches: Sequence[RequestBatch]) -> list[list[Rollout]]:
-        """Gather the requests of all processes on the main process, call the engine there once, and return each
-        process's own rollouts.
+        """Gather the requests of all processes on the main process and call the engine there once. Return the rollouts of
+        this process.
         """
         mine = [_seeded(requests, sampling) for requests, sampling in batches]
         gathered = parallel.gather_objects(mine, self.accelerator)
@@ -230,15 +230,15 @@ class WeightSync:
             self.engine.sleep()
 
     def forget_push(self) -> None:
-        """Push all weights before the next generation, even if they look unchanged. This method is called after all
-        weights were replaced.
+        """Request a push of all weights before the next generation, even if the weights look unchanged. Call this method
+        after all weights were replaced.
         """
         self._pushed_at = None
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def push_if_due(self) -> None:
-        """Push the weights if they have changed since the last push, or if a server does not have the last version."""
+        """Push the weights if they changed since the last push, or if a server does not have the last version."""
         here = (self.run.progress.state.global_step, self._moved())
         due = here != self._pushed_at or self.engine.needs_weights()
         if parallel.all_reduce_sum([float(due)], self.accelerator)[0] == 0:
@@ -253,7 +253,8 @@ class WeightSync:
             try:
                 with self.parity.timed():
                     self._check_parity()
-            # The next generation waits for the server. After that, weights are pushed and log-probs are compared again.
+            # The next generation waits for the server. After that, the weights are pushed and the log-probs are compared
+            # once more.
             except (
                 ServerUnreachable,
                 ServerBusy,
@@ -262,7 +263,7 @@ class WeightSync:
                 self._pushed_at, self.parity.ended = None, None
 
     def parity_due(self, again: bool = False) -> bool:
-        """Return whether log-probs are compared after this push. All ranks get the same result.
+        """Return whether log-probs of trainer and engine are compared after this push. All ranks get the same result.
 
         Args:
             again: Whether the push repeats a version for a server that does not have it.
@@ -271,7 +272,9 @@ class WeightSync:
         return parallel.all_reduce_sum([float(due)], self.accelerator)[0] > 0
 
     def _moved(self) -> int:
-        """Return a version counter of the weights. Return 0 if they are sharded, because each gather writes to them."""
+        """Return a version counter of the weights. Return 0 for sharded weights, because each gather would increase the
+        counter.
+        """
         if parallel.shards_parameters(self.accelerator):
             return 0
         return sum(parameter._version for parameter in self.run.model.parameters())
@@ -282,7 +285,7 @@ class WeightSync:
 
         def send() -> None:
             if engine.capabilities.main_process_only and not self.accelerator.is_main_process:
-                # Reading sharded parameters is a collective operation, so this process must read them too.
+                # Reading sharded parameters is a collective operation, so this process must also read them.
                 for _ in weights if parallel.shards_parameters(self.accelerator) else ():
                     pass
             else:
@@ -295,15 +298,15 @@ class WeightSync:
         )
 
     def outgoing(self, can: Capabilities) -> Weights | AdapterWeights:
-        """Return the weights to push. Only the adapter is pushed if the model and the engine support that, otherwise
-        all weights. This is decided at the first push.
+        """Return the weights to push: only the adapter if both model and engine support this, otherwise all weights. The
+        choice is made at the first push.
 
         Args:
             can: Capabilities of the engine. All processes use the main process's value.
 
         Raises:
-            ConfigError: ``adapter_sync="adapter"`` is set, but the adapter cannot be pushed without merging, or the
-                engine does not support its rank.
+            ConfigError: ``adapter_sync="adapter"`` is set, but the adapter cannot be pushed without merging, or the engine
+                does not support the adapter's rank.
         """
         model, choice = self.run.progress.wrapped, self.args.adapter_sync
         if self._adapter_rank is None:
@@ -323,8 +326,8 @@ class WeightSync:
         return Weights(model, dtype=can.dtype, checkpoint_names=can.checkpoint_names)
 
     def _check_parity(self) -> None:
-        """Compare the log-probs of fixed sequences between trainer and engine. If the log-probs differ, push the
-        weights and compare once more.
+        """Compare the log-probs of fixed sequences between trainer and engine. If they differ, push the weights and compare
+        a second time.
 
         Raises:
             WeightSyncError: The log-probs still differ after the second push.
@@ -344,7 +347,7 @@ class WeightSync:
         self.refuse(finding, self._pushes)
 
     def refuse(self, finding: Any, version: int) -> None:
-        """Record a finding and raise it as an error. If there is no finding, do nothing."""
+        """Record a finding and raise it as an error. Do nothing if ``finding`` is None."""
         if finding is not None:
             self.run.checks.keep([finding])
             raise WeightSyncError(
@@ -352,8 +355,8 @@ class WeightSync:
             )
 
     def _negative_control(self) -> None:
-        """Check, before the first push of a resumed run, that log-probs under the engine's old weights differ from the
-        trainer's. Otherwise the comparison after the push would prove nothing.
+        """Check that the engine's old weights give other log-probs than the trainer's weights, before the first push of a
+        resumed run. If the log-probs were equal, the comparison after the push would prove nothing.
         """
         can = self.engine.capabilities
         if self.args.preflight == "off" or not can.scores_sequences or not can.main_process_only:
@@ -362,15 +365,17 @@ class WeightSync:
             try:
                 before = self.parity_finding(self.engine, self._pushes)
             except RolloutServerError:
-                # The engine's weights are incomplete, so this comparison would have no meaning.
+                # The engine's weights are incomplete, so their log-probs cannot be compared.
                 return
             self.run.checks.report([check_negative_control(self.engine.name, before)])
 
     def probe(self) -> Probe:
-        """Return the sequences for the comparison, with the trainer's log-probs. All ranks must call it.
+        """Return the sequences for the comparison of log-probs, with the trainer's log-probs. All ranks must call this
+        method.
 
-        bitsandbytes quantizes the inputs of 8-bit layers, but engines get dequantized weights and do not quantize inputs. The
-        trainer's log-probs are therefore computed without this rounding. Otherwise, it would hide weights that are wrong.
+        bitsandbytes quantizes the inputs of 8-bit layers. Engines get dequantized weights and do not quantize inputs. The
+        trainer's log-probs are therefore computed without quantized inputs. Otherwise, the rounding of inputs would hide
+        wrong weights.
         """
         model = self.run.model
         text = model.config.get_text_config()
@@ -383,8 +388,8 @@ class WeightSync:
         return Probe(sequences, logps, str(mixed or model.dtype), noise)
 
     def parity_finding(self, engine: Any, version: int) -> Any:
-        """Compare an engine's log-probs with the trainer's. Return the finding on every process, or None if there is
-        none.
+        """Compare an engine's log-probs with the trainer's. Return the finding on every process, or None if the log-probs
+        agree.
 
         Args:
             engine: Engine on the main process. None is passed on processes without an engine.
@@ -409,7 +414,7 @@ class WeightSync:
 
 
 def _seeded(requests: Sequence[Request], sampling: Sampling) -> list[Request]:
-    """Store the sampling settings in each request, so that requests of all processes can be sent in one call."""
+    """Store the sampling settings in each request, so that the requests of all processes can be sent in one call."""
     return [
         r if r.sampling is not None else replace(r, sampling=replace(sampling, seed=derived_seed(sampling.seed, i)))
         for i, r in enumerate(requests)

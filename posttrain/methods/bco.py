@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def embed_prompts(
     texts: Sequence[str], embedding_func: Callable, tokenizer: Tokenizer, *, batch_size: int = 32
 ) -> np.ndarray:
-    """Compute embeddings ``(n, H)`` of texts. Batches are padded with the embedding tokenizer's pad token.
+    """Compute embeddings ``(n, H)`` of texts. Batches are padded with the pad token of the embedding model's tokenizer.
 
     Args:
         texts: Prompts.
@@ -52,7 +52,7 @@ def embed_prompts(
 class PromptDensity:
     """Logistic regression on prompt embeddings that separates prompts of good answers from prompts of bad answers.
 
-    Reference: Binary classifier optimization, arXiv:2404.04656, underlying distribution matching.
+    Reference: Binary classifier optimization, arXiv:2404.04656, section on underlying distribution matching.
     """
 
     coefficients: np.ndarray
@@ -80,7 +80,7 @@ class PromptDensity:
         return cls(model.coef_[0].astype(np.float64), float(model.intercept_[0]))
 
     def probability(self, embeddings: np.ndarray) -> np.ndarray:
-        """Compute the probability ``(n,)`` that the answer to a prompt is good."""
+        """Compute the probability ``(n,)`` that a prompt belongs to a good answer."""
         return 1.0 / (1.0 + np.exp(-(embeddings @ self.coefficients + self.intercept)))
 
     def save(self, folder: str | Path) -> None:
@@ -125,17 +125,17 @@ class Delta:
     """State of `BCO` between steps.
 
     Attributes:
-        moments: Running moments of all rewards of the run so far, whose mean is delta. The moments include the current
-            step unless ``moves_in_pass`` is set.
-        moves_in_pass: Whether the optimizer step has only one forward pass. A single pass has all rewards of the step,
-            so it updates delta itself before it computes the loss.
+        moments: Running moments of all rewards of the run. The mean of these moments is delta. The current step is included
+            only if ``moves_in_pass`` is set.
+        moves_in_pass: Whether the optimizer step has only one forward pass. A single pass has all rewards of the step, so it
+            updates delta before it computes the loss.
     """
 
     moments: Moments = field(default_factory=Moments)
     moves_in_pass: bool = False
 
     def moved(self, sums: Tensor, ranks: Ranks) -> Delta:
-        """Return the state after adding the rewards of all ranks. ``sums`` are the `reward_sums` of this rank."""
+        """Return the state after adding the rewards of all ranks. ``sums`` is the result of `reward_sums` on this rank."""
         total, squares, count = ranks.sum(sums.tolist())
         if not count:
             return Delta(self.moments)
@@ -158,7 +158,7 @@ class BCO(AnswerMethod[BCOConfig]):
     """
 
     config_class = BCOConfig
-    # A micro-batch must not be split over ranks, because the objective updates the running mean with a collective operation.
+    # A micro-batch must not be split over ranks, because the objective updates delta with a collective operation.
     traits = replace(JUDGED, splits_tokens=False)
     judged = True
     branches = ("completion",)
@@ -166,7 +166,7 @@ class BCO(AnswerMethod[BCOConfig]):
     keep = ("label",)
 
     def start(self) -> Delta:
-        """Return empty moments."""
+        """Return the initial state, with empty moments."""
         return Delta()
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
@@ -190,14 +190,14 @@ class BCO(AnswerMethod[BCOConfig]):
         return replace(row_terms(batch, terms, metrics=metrics), sums=sums)
 
     def end_step(self, state: State, sums: Tensor | None) -> tuple[Delta, dict[str, Metric]]:
-        """Update the reward baseline delta with the rewards of the step."""
+        """Update the threshold delta with the rewards of the step."""
         known = state.own if sums is None else state.own.moved(sums, state.ranks)
         return known, {"delta": mean(known.moments.mean)}
 
     def saved(self, own: Delta) -> dict[str, Any]:
-        """Convert the running moments to JSON-compatible values."""
+        """Convert the running moments of the rewards to JSON-compatible values."""
         return {"moments": asdict(own.moments)}
 
     def restored(self, saved: Mapping[str, Any]) -> Delta:
-        """Restore the running moments."""
+        """Restore the running moments of the rewards from a checkpoint."""
         return Delta(Moments(**saved["moments"]))

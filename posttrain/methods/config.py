@@ -40,27 +40,28 @@ from posttrain.redaction import hide_secrets
 
 logger = logging.getLogger(__name__)
 
-# Number of processes that a command will launch. 0: the number of present processes.
+# Number of processes that a command will launch. 0: the number of running processes.
 LAUNCHED: ContextVar[int] = ContextVar("LAUNCHED", default=0)
 
 
 AUTO = "auto"
-# Minimum similarity, from 0 to 1, between an unknown attribute and an option. At or above this value, the attribute counts as a
-# misspelled option. transformers itself sets the attribute `xla_fsdp_config`, whose similarity to every option is lower.
+# Minimum similarity, from 0 to 1, at which an unknown attribute is treated as a misspelled option. transformers itself sets
+# the attribute `xla_fsdp_config`, whose similarity to every option is lower.
 MISSPELT = 0.8
 
 
-# Keys of gradient_checkpointing_kwargs: options of posttrain, transformers and torch.
+# Supported keys of gradient_checkpointing_kwargs. They are options of posttrain, transformers and torch.
 RECOMPUTING = ("use_reentrant", "selective", "every_n_layers", "offload", "preserve_rng_state", "context_fn")
 RECOMPUTING += ("determinism_check", "debug", "early_stop")
 
-# Default of per_device_train_batch_size. With 'auto', the effective batch size is the same as with this default.
+# Default of per_device_train_batch_size. 'auto' keeps the effective batch size that this default gives.
 PLANNED = 8
 
 
 def check_gathering(config: Any) -> None:
-    """Reject ``ds3_gather_for_generation=False`` with vLLM, and log a warning with other engines, because all engines need
-    the gathered weights.
+    """Check ``ds3_gather_for_generation``. The value False is an error with vLLM, and causes a warning with other engines.
+
+    All engines need the gathered weights.
     """
     if config.ds3_gather_for_generation:
         return
@@ -76,17 +77,17 @@ def check_gathering(config: Any) -> None:
     )  # fmt: skip
 
 
-# Environment variable that ``accelerate launch`` sets for a parallelism config.
+# Environment variable that ``accelerate launch`` sets if it passes a parallelism config.
 ASKED = "ACCELERATE_USE_PARALLELISM_CONFIG"
-# Environment variables with which accelerate detects several processes.
+# Environment variables that accelerate reads to detect several processes.
 SEVERAL = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "hccl", "cncl", "mccl")
 SIZES = ("sp_size", "cp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
 
 
 def parallel_sizes(config: transformers.TrainingArguments) -> dict[str, int]:
-    """Return the sizes of all parallelism axes, from ``parallelism_config`` or the environment variables that ``accelerate
-    launch`` sets.
+    """Return the sizes of all parallelism axes. They come from ``parallelism_config``, or from the environment variables of
+    ``accelerate launch``.
     """
     parallelism = config.parallelism_config
     if parallelism is None and os.environ.get(ASKED, "").lower() == "true":
@@ -95,12 +96,12 @@ def parallel_sizes(config: transformers.TrainingArguments) -> dict[str, int]:
 
 
 def sequence_parallel(config: transformers.TrainingArguments) -> ModuleType | None:
-    """Return the extension that implements sequence parallelism if ``sp_size`` is above 1, else None."""
+    """Return the extension for sequence parallelism if ``sp_size`` is above 1, else None."""
     return plugins.module("extensions.sequence_parallel.start") if parallel_sizes(config)["sp_size"] > 1 else None
 
 
 def check_parallelism(config: Any) -> None:
-    """Convert ``parallelism_config`` from a dict or JSON to accelerate's class, and reject context and tensor parallelism.
+    """Convert ``parallelism_config`` from a dict or JSON to accelerate's class. Reject context and tensor parallelism.
 
     Raises:
         ConfigError: ``cp_size`` or ``tp_size`` is above 1, or ``parallelism_config`` has an unknown field.
@@ -131,17 +132,17 @@ def check_parallelism(config: Any) -> None:
 class PostTrainingConfig(transformers.TrainingArguments):
     """Arguments that all trainers share: those of `transformers.TrainingArguments`, with defaults for post-training.
 
-    By default, activations are recomputed in the backward pass (``gradient_checkpointing=True``), which saves memory and costs
-    time. ``activation_checkpointing`` is a newer name of the same option. Setting the two names to different values is an
-    error. ``use_liger_kernel=True`` replaces layers of the model with Liger kernels, but not the loss.
+    By default, activations are recomputed in the backward pass (``gradient_checkpointing=True``), which saves memory and
+    costs time. ``activation_checkpointing`` is a newer name of this option. Setting both names to different values is an
+    error. ``use_liger_kernel=True`` replaces layers of the model with Liger kernels, but it does not replace the loss.
     """
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012
         *transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "silence_findings"
     ]  # fmt: skip
-    _given: ClassVar[tuple[str, ...]] = ()  # Names of the arguments that were passed to the constructor of an instance.
-    # Default values of options that only some methods declare as fields. The training loop, checks and reports read these
-    # options from every config.
+    _given: ClassVar[tuple[str, ...]] = ()  # Names of the arguments that were passed to the constructor.
+    # Default values of options that only some methods declare as fields. The training loop, the checks and the reports read
+    # these options from every config.
     assistant_only_loss = False
     chat_template_kwargs = None
     chat_template_path = None
@@ -167,8 +168,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "and selects the largest number of rows that needs at most 90 % of the free memory. It then sets "
         "gradient_accumulation_steps so that the effective batch size is the same as with 8 rows per micro-batch.",
     )
-    # The default is None. In older versions of transformers the default is False, which cannot be distinguished from a value of
-    # False that the user has set.
+    # The default is None, so that a value of False set by the user can be detected. Older versions of transformers have the
+    # default False.
     gradient_checkpointing: bool | None = option(
         None,
         "Recompute activations in the backward pass, which saves memory and costs time. None: the value of "
@@ -297,7 +298,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Reject keyword arguments that are neither options nor old names of options that can be converted."""
+        """Raise an error for keyword arguments that are neither options nor old names of options."""
         check_arguments(cls, kwargs)
         config = super().__new__(cls)
         names = (item.name for item in fields(cls) if item.init)
@@ -306,7 +307,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as a dict for trackers and the run record. Secrets such as tokens are hidden."""
+        """Return all fields as a dict for trackers and the run record. Secrets, such as tokens, are hidden."""
         return hide_secrets(super().to_dict())
 
     def check_fields(self) -> None:
@@ -346,25 +347,25 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 raise ConfigError("model_init_kwargs sets num_labels, which the trainer sets itself. Fix: remove it.")
         silenced_codes(self.silence_findings)  # type: ignore[arg-type]
         if self.use_liger_kernel:
-            # Use Liger's layers, but not its fused loss, because that loss would replace the forward pass that computes logits
-            # in chunks.
+            # Use Liger's layers, but not its fused loss. Liger's loss would replace the forward pass that computes logits in
+            # chunks.
             without = {"cross_entropy": False, "fused_linear_cross_entropy": False}
             self.liger_kernel_config = {**(self.liger_kernel_config or {}), **without}
-        # Log a loss of NaN or infinity unchanged. By default, transformers replaces such a value with the average of earlier
+        # Log a loss of NaN or infinity unchanged. By default, transformers would replace it with the average of earlier
         # finite losses.
         self.logging_nan_inf_filter = False
         self._made = True
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Reject an assignment to an unknown attribute if its name resembles an option, because the misspelled option would
-        have no effect.
+        """Set an attribute. Raise an error if the attribute is unknown and its name resembles an option.
 
-        transformers also sets attributes of its own. The names of these attributes resemble no option, so they are
-        accepted.
+        A misspelled option would have no effect.
+
+        transformers also sets attributes that are not options. Their names resemble no option, so they are accepted.
 
         Raises:
-            ConfigError: The name is a misspelled option (the message contains the correct name) or a removed option (the
-                message contains its replacement).
+            ConfigError: The name is a misspelled option or a removed option. The message contains the correct name or the
+                replacement.
         """
         if "_made" in vars(self) and not (name in vars(self) or name.startswith("_") or hasattr(type(self), name)):
             meant = did_you_mean(name, (item.name for item in fields(self)), cutoff=MISSPELT)
@@ -378,11 +379,11 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Use a short repr. The repr of a dataclass would list all of about 200 fields.
+        # Use a short repr. The default repr of a dataclass would list all of the about 200 fields.
         cls.__repr__ = cls.__str__ = PostTrainingConfig.__repr__
 
     def __repr__(self) -> str:
-        """Return the constructor call with the arguments that differ from their defaults, without secrets."""
+        """Return the constructor call with all arguments that differ from their defaults. Secrets are omitted."""
         defaults = {item.name: item.default for item in fields(self)}
         values = {name: getattr(self, name) for name in self._given if name in defaults}
         shown = [f"{k}={v!r}" for k, v in values.items() if v != defaults[k] and not k.endswith("token")]
@@ -414,9 +415,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
         return int(self.gradient_accumulation_steps)
 
     def take_batch_size(self, size: int) -> None:
-        """Set the batch size that ``auto`` selected, and keep the effective batch size.
+        """Set the batch size that ``auto`` selected. The effective batch size does not change.
 
-        If train() is called again, it uses this size and does not search a second time.
+        Later calls of train() use this size and do not search for one.
         """
         old = int(self.per_device_train_batch_size)
         self.gradient_accumulation_steps = old * int(self.gradient_accumulation_steps) // size
@@ -426,11 +427,13 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     @property
     def world_size(self) -> int:
-        """Number of processes. While a command parses its arguments, this is the number of processes that it will launch."""
+        """Number of processes. While a command parses its arguments, it is the number of processes that the command will
+        launch.
+        """
         return LAUNCHED.get() or super().world_size
 
     def _check_numbers(self) -> None:
-        """Reject negative or non-finite numbers in fields that transformers does not validate.
+        """Raise an error for negative or non-finite numbers in fields that transformers does not validate.
 
         Without this check, torch would raise an error later, or the run would have an unintended number of steps.
         """
@@ -490,41 +493,41 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 logger.warning(text, name, name[:4])
 
     def _resolve_backend(self) -> None:
-        """Reject a ``ddp_backend`` that is not available. In a single process, remove it, because accelerate would use a
-        process group that does not exist.
+        """Raise an error if ``ddp_backend`` is not available. In a single process, set it to None, because accelerate would
+        otherwise use a process group that does not exist.
         """
         if self.ddp_backend is None or not torch.distributed.is_available():
             return
         names = [n for n in BACKENDS if torch.distributed.is_backend_available(n)]
-        for part in str(self.ddp_backend).split(","):  # The value may name one backend per device: cpu:gloo,cuda:nccl.
+        for part in str(self.ddp_backend).split(","):  # There may be one backend per device: cpu:gloo,cuda:nccl.
             check_choice("ddp_backend", part.split(":")[-1], names)
         if not torch.distributed.is_initialized() and not any(name in os.environ for name in SEVERAL):
             self.ddp_backend = None
 
 
-# Learning-rate schedules that need additional arguments, or that reject some learning rates.
+# Learning-rate schedules that need additional arguments, or that do not accept every learning rate.
 DEMANDING = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "polynomial", "warmup_stable_decay")
-# Parameters of schedule functions that the trainer passes, so that users cannot set them.
+# Parameters of schedule functions that the trainer passes. Users cannot set them.
 OF_TRAINER = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
 STEPS_TRIED = 100
 
 
 def check_schedule(args: PostTrainingConfig) -> None:
-    """Check the arguments of the learning-rate schedule by creating it for a dummy optimizer and 100 steps.
+    """Check the arguments of the learning-rate schedule by creating the schedule for a dummy optimizer and 100 steps.
 
-    Without this check, the error would occur only after the model is loaded, and its message would not contain the option's
-    name.
+    Without this check, the error would occur after the model is loaded, and its message would not contain the name of the
+    option.
 
     Raises:
-        ConfigError: The schedule does not accept an argument in ``lr_scheduler_kwargs``, or needs an argument that is missing
-            there.
+        ConfigError: The schedule does not accept an argument in ``lr_scheduler_kwargs``, or requires an argument that is
+            missing.
     """
     kind, given = transformers.SchedulerType(args.lr_scheduler_type), args.lr_scheduler_kwargs
     if not given and kind.value not in DEMANDING:
         return
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 
-    # Create two parameter groups, because a trainer also has two: weights with and weights without weight decay.
+    # Create two parameter groups as a trainer does: weights with weight decay and weights without weight decay.
     groups = [{"params": [torch.zeros(1)]} for _ in range(2)]
     optimizer = torch.optim.SGD(groups, lr=args.learning_rate)
     options: Any = {"num_warmup_steps": 1, "num_training_steps": STEPS_TRIED, "scheduler_specific_kwargs": given}
@@ -534,7 +537,7 @@ def check_schedule(args: PostTrainingConfig) -> None:
     except (TypeError, ValueError, ArithmeticError) as error:
         function: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]
         if "kwargs" in inspect.signature(function).parameters:
-            function = type(function(optimizer))  # This class has the same arguments as the function.
+            function = type(function(optimizer))  # This class has the arguments of the function.
         names = [name for name in inspect.signature(function).parameters if name not in OF_TRAINER]
         raise ConfigError(
             f"lr_scheduler_type={kind.value!r} failed with lr_scheduler_kwargs={given}: {str(error).rstrip('.!')}. Fix: use "
@@ -543,9 +546,7 @@ def check_schedule(args: PostTrainingConfig) -> None:
 
 
 def row_multiple(multiple: object) -> int | None:
-    """Return ``pad_to_multiple_of`` as a number. For "auto" return None, so that the attention backend determines the
-    multiple.
-    """
+    """Return ``pad_to_multiple_of`` as a number, or None for "auto". With None, the attention backend selects the multiple."""
     if multiple in (None, "auto", "none", "null"):
         return None
     if not str(multiple).isdigit() or int(multiple) < 1:
@@ -557,8 +558,8 @@ def row_multiple(multiple: object) -> int | None:
 
 
 def warn_keep_end(truncation_mode: str) -> None:
-    """Log a warning if ``truncation_mode`` is ``keep_end``, which is deprecated because it trains on texts without their
-    beginning.
+    """Log a warning if ``truncation_mode`` is ``keep_end``. This mode is deprecated, because it trains on texts without
+    their beginning.
     """
     if truncation_mode == "keep_end":
         warnings.warn(
@@ -571,7 +572,7 @@ def warn_keep_end(truncation_mode: str) -> None:
 
 @dataclass
 class PictureConfig:
-    """Options of training on images. If the model reads only text, setting one of these options is an error."""
+    """Options for training on images. If the model reads only text, setting one of these options is an error."""
 
     freeze_vision: Annotated[str, OneOf(("auto", "tower", True, False))] = option(
         "auto",
@@ -628,4 +629,4 @@ class PictureConfig:
                 "image_fit='resize' needs a maximum image size, but none is set. Fix: set image_max_tokens (for example "
                 "image_max_tokens=256), image_max_pixels or max_length."
             )
-        super().__post_init__()  # Call __post_init__ of the config class that follows this class in the inheritance order.
+        super().__post_init__()  # Call __post_init__ of the next class in the inheritance order.

@@ -1,4 +1,4 @@
-"""CPO and its variants SimPO and AlphaPO: losses on pairs without a reference model."""
+"""CPO and its variants SimPO and AlphaPO: losses on pairs of answers, without a reference model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @config
 class CPOConfig(UnreadFields, AnswerConfig):
-    """Arguments of `CPOTrainer`, which trains on pairs without a reference model."""
+    """Arguments of `CPOTrainer`, which trains on pairs of answers without a reference model."""
 
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = option(
         "sigmoid",
@@ -90,11 +90,11 @@ class CPOConfig(UnreadFields, AnswerConfig):
 
 
 class CPO(ReferenceFree[CPOConfig]):
-    """Contrastive preference optimization: train on pairs without a reference model. The reward of an answer is the policy's
-        log-likelihood.
+    """Contrastive preference optimization: train on pairs without a reference model. An answer's reward is its
+    log-likelihood.
 
-    Let R+ and R- be the rewards of the chosen and the rejected answer, and ``u = R+ - R-``. The loss is a function of u plus
-    ``cpo_alpha`` times the NLL of the chosen answers. The NLL is averaged over the tokens of the optimizer step.
+    Let R+ and R- be the rewards of the chosen and the rejected answer, and ``u = R+ - R-``. The loss is a function of u,
+    plus ``cpo_alpha`` times the NLL of the chosen answers. The NLL is averaged over the tokens of the optimizer step.
 
     Reference: CPO, arXiv:2401.08417; SimPO, arXiv:2405.14734; AlphaPO, arXiv:2501.03884.
     """

@@ -1,5 +1,5 @@
-"""Direct preference optimization (DPO): make chosen answers more likely than rejected answers, relative to a reference
-model.
+"""Direct preference optimization (DPO). Compared with a reference model, chosen answers become more likely and rejected
+answers less likely.
 """
 
 from __future__ import annotations
@@ -156,16 +156,16 @@ class DPOConfig(PictureConfig, ComparedConfig):
 
 
 def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOConfig) -> LossTerms:
-    """Compute the weighted sum of the losses in ``cfg.loss_type``.
+    """Compute the weighted sum of the DPO losses in ``cfg.loss_type``.
 
-    The loss ``sft`` is averaged over the tokens of chosen answers. All other losses are averaged over pairs. Training averages
-    over the whole optimizer step, and evaluation over the whole dataset.
+    The loss ``sft`` is averaged over the tokens of chosen answers. All other losses are averaged over pairs. In training,
+    the average is over the optimizer step. In evaluation, it is over the whole dataset.
 
     Args:
-        out: Model outputs that `DPO.traits` lists, such as log-probs.
+        out: Model outputs, such as log-probs. `DPO.traits` lists the required outputs.
         batch: Pairs, with the chosen answer first.
-        reference: ``(S,)`` summed log-probs of the reference. With ``ld_alpha``, they are length-desensitized like the
-            policy's.
+        reference: ``(S,)`` summed log-probs of the reference. With ``ld_alpha``, these sums are length-desensitized in the
+            same way as the policy's.
         cfg: `DPOConfig`.
     """
     assert out.logp is not None
@@ -197,9 +197,7 @@ def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOCo
 
 
 def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float) -> Tensor:
-    """Sum log-probs per sequence, ``(S,)``. Tokens beyond the length of the pair's shorter answer get the weight
-    ``alpha``.
-    """
+    """Sum log-probs per sequence, ``(S,)``. Tokens beyond the length of the pair's shorter answer have the weight ``alpha``."""
     shorter = batch.spread_rows(batch.grouped(length, 2).amin(1), 2)
     return desensitized_sum(logp.float(), batch.loss_mask, batch.sequence, shorter, alpha=alpha)
 
@@ -211,9 +209,7 @@ def _pair_weight(out: ModelOutputs, batch: Batch, logp: Tensor, length: Tensor) 
 
 
 class DPO(AnswerMethod[DPOConfig]):
-    """Direct preference optimization: the loss compares the two answers of a pair by their log-ratios of policy and
-    reference.
-    """
+    """Direct preference optimization: compare the two answers of a pair by their log-ratios of policy and reference."""
 
     config_class = DPOConfig
     traits = replace(
@@ -223,15 +219,15 @@ class DPO(AnswerMethod[DPOConfig]):
 
     def __init__(self, cfg: DPOConfig) -> None:
         super().__init__(cfg)
-        # 'aot' and 'aot_unpaired' sort all pairs of a micro-batch, so the micro-batch must be computed in one forward pass.
+        # 'aot' and 'aot_unpaired' sort all pairs of a micro-batch, so the whole micro-batch must be in one forward pass.
         sorts = any(DPO_LOSSES[name].kind == "sorted" for name in cfg.loss_type)
         needs = self.traits.needs | ({"collision"} if cfg.use_weighting else set())
         self.traits = replace(self.traits, needs=needs, single_pass=sorts)
 
     def knows_gradient(self, batch: Batch) -> bool:
-        """Return True if the batch is one pair and the loss depends only on the margin of the pair.
+        """Return True if the batch has one pair and the loss depends only on the margin of the pair.
 
-        The gradients with respect to the log-probs of the two answers are then equal up to one common factor.
+        The gradients with respect to the log-probs of the two answers are then known up to one common factor.
         """
         cfg = self.cfg
         of_margin = len(cfg.loss_type) == 1 and DPO_LOSSES[cfg.loss_type[0]].of_margin
@@ -243,16 +239,16 @@ class DPO(AnswerMethod[DPOConfig]):
         return dpo_objective(outputs, batch, self.reference_logp(batch), self.cfg)
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
-        """Return the summed log-probs, length-desensitized if ``ld_alpha`` is set."""
+        """Sum log-probs per sequence. The sums are length-desensitized if ``ld_alpha`` is set."""
         if self.cfg.ld_alpha is None:
             return sequence_sum(logp.float(), *batch.by_sequence)
         return desensitize(logp, batch, sequence_lengths(*batch.by_sequence), self.cfg.ld_alpha)
 
     def reference_key(self) -> dict[str, Any]:
-        """Return ``ld_alpha``, which changes the reference's summed log-probs."""
+        """Return the settings that change the reference's summed log-probs, including ``ld_alpha``."""
         return super().reference_key() | {"ld_alpha": self.cfg.ld_alpha}
 
     def starts_at_ln_2(self) -> bool:
-        """Return True if the only loss is the sigmoid loss without weights."""
+        """Return True if the only loss is the unweighted sigmoid loss. It starts at ln 2, because all log-ratios are 0."""
         cfg = self.cfg
         return cfg.loss_type == ["sigmoid"] and not cfg.use_weighting and (cfg.loss_weights or [1.0]) == [1.0]

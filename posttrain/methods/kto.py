@@ -1,4 +1,4 @@
-"""KTO: answers labeled good or bad, compared with a baseline from mismatched prompts and answers."""
+"""KTO: train on answers labeled good or bad. Each answer is compared with a baseline from mismatched prompts and answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @config
 class KTOConfig(PictureConfig, ComparedConfig):
-    """Arguments of `KTOTrainer`, which trains on answers labeled good or bad."""
+    """Arguments of `KTOTrainer`, which trains on answers with the label good or bad."""
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = option(
         "kto",
@@ -56,17 +56,17 @@ class KTOConfig(PictureConfig, ComparedConfig):
 
     @property
     def least_batch_size(self) -> int:
-        """Minimum value of ``per_device_train_batch_size``. The minimum is 2 for 'kto', whose baseline needs answers to
-        other prompts.
+        """Minimum value of ``per_device_train_batch_size``. It is 2 for 'kto', because the baseline needs answers to other
+        prompts.
         """
         return 2 if self.loss_type == "kto" else 1
 
 
 def partners(rows: Sequence[Row]) -> list[int | None]:
-    """Return for each row the index of another row with a different prompt, or None.
+    """Return the index of another row with a different prompt for each row, or None if there is no such row.
 
-    The smallest rotation of the batch that works for all rows is used. If no rotation works for all rows, a partner is
-    searched for each row separately.
+    All rows get the row that is k positions earlier, with the smallest k that gives every row a different prompt. If k
+    does not exist, a partner is searched for each row separately.
     """
     n = len(rows)
     prompts = [tuple(row.prompt_ids) for row in rows]
@@ -77,7 +77,7 @@ def partners(rows: Sequence[Row]) -> list[int | None]:
 
 
 def mismatched(example: dict[str, Any], ids: Sequence[int], limit: int | None) -> Row:
-    """Build a row from a prompt and the answer to another prompt, truncated to ``max_length``."""
+    """Create a row from a prompt and the answer to another prompt, truncated to ``max_length``."""
     prompt = list(example["prompt_ids"])
     answer = list(ids) if limit is None else list(ids[: max(1, limit - len(prompt))])
     known = example.get("ref_KL_logps")
@@ -85,11 +85,13 @@ def mismatched(example: dict[str, Any], ids: Sequence[int], limit: int | None) -
 
 
 def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | None]:
-    """Return for each dataset row the index of a row with another prompt, whose answer is used for the baseline, or None.
+    """Return the index of a partner row with another prompt for each dataset row, or None if there is no such row.
 
-    The result does not depend on how rows are batched. Rows are grouped by prompt in random order. Each row gets the answer of
-    the row that is k positions later, where k is the largest number of rows with the same prompt. If no prompt has more than
-    half of the rows, no row gets an answer to its own prompt, and each answer is used once.
+    The answer of the partner is used for the baseline. The result does not depend on how rows are batched.
+
+    Rows are grouped by prompt in random order. The partner of a row is k positions later, where k is the largest number of
+    rows with the same prompt. If no prompt has more than half of the rows, every partner has another prompt, and each answer
+    is used once.
 
     >>> fixed_partners([[1], [1], [2], [2]], seed=0) in ([2, 3, 0, 1], [3, 2, 1, 0], [2, 3, 1, 0], [3, 2, 0, 1])
     True
@@ -113,7 +115,7 @@ def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | No
 
 
 class KTO(AnswerMethod[KTOConfig]):
-    """Kahneman-Tversky optimization: compare the log-ratio of each answer with the mean log-ratio of answers to other prompts.
+    """Kahneman-Tversky optimization: compare each answer's log-ratio with the mean log-ratio of answers to other prompts.
 
     `State.own` is the baseline z0 of the optimizer step, a scalar tensor without a gradient.
 

@@ -1,5 +1,5 @@
-"""`OnlineConfig`: fields of all methods that sample completions during training: sampling, batch sizes, rewards and
-logging.
+"""`OnlineConfig`: options of all methods that sample completions during training. They control sampling, batch sizes,
+rewards and logging.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class GenerationFields:
-    """Options that control how completions are sampled during training."""
+    """Options for sampling completions during training."""
 
     num_generations: PositiveInt = option(
         8,
@@ -139,7 +139,7 @@ class GenerationFields:
 
 @dataclass
 class VllmFields:
-    """Options of generation with vLLM, with rollout servers, and with transformers' continuous batching."""
+    """Options for generation with vLLM, with rollout servers, and with transformers' continuous batching."""
 
     use_vllm: bool = option(
         False,
@@ -246,7 +246,7 @@ class VllmFields:
 
 @dataclass
 class ReferenceFields:
-    """Options of the KL penalty and of its reference model."""
+    """Options of the KL penalty and its reference model."""
 
     beta: NonNegativeFloat = option(
         0.0,
@@ -271,7 +271,7 @@ class ReferenceFields:
 
 @dataclass
 class RewardFields:
-    """Options of scoring completions with reward functions."""
+    """Options for scoring completions with reward functions."""
 
     reward_weights: list[float] | None = option(
         None,
@@ -305,7 +305,7 @@ class RewardFields:
 
 @dataclass
 class VllmSyncFields:
-    """Options for sending weights to vLLM and rollout servers, and for verifying the weights that the engine received."""
+    """Options for sending weights to vLLM and rollout servers, and for verifying that the weights arrived."""
 
     vllm_weight_bucket_mb: PositiveInt = option(
         512,
@@ -364,14 +364,15 @@ class VllmSyncFields:
 
 
 def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
-    """Return a text that lists the settings that change the engine's sampling distribution but not the trainer's log-probs, or
-    "" if there are none.
+    """Return a text that lists settings that change the engine's sampling distribution, but not the trainer's log-probs.
+
+    Return "" if there are no such settings.
 
     Args:
         cfg: Config of an online trainer.
-        names: Additional config fields to include, if they change the sampling distribution but not the trainer's log-probs.
+        names: Config fields to check in addition to the repetition penalty, for example ``top_p``.
     """
-    # Each option with its current value and the value that disables it.
+    # Current value of each option, and the value that disables the option.
     known = {
         "repetition_penalty": (cfg.repetition_penalty, 1.0), "top_p": (cfg.top_p, 1.0), "top_k": (cfg.top_k, 0),
         "min_p": (cfg.min_p, None),
@@ -381,7 +382,8 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
     changed = [f"{name}={value}" for name, (value, off) in used.items() if value not in (off, off or None)]
     if options.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {options['guide']}")
-    # suppress_tokens is not listed, because the trainer's log-probs also exclude these tokens (see `Sampling.left_out`).
+    # suppress_tokens is not listed, because the trainer's log-probs also exclude the suppressed tokens (see
+    # `Sampling.left_out`).
     rules = ("min_new_tokens", "no_repeat_ngram_size", "logit_bias")
     changed += [f"generation_kwargs with {name}={options[name]}" for name in rules if options.get(name)]
     if cfg.vllm_structured_outputs_regex:
@@ -390,14 +392,14 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
 
 
 def reject_reshaped_sampling(cfg: OnlineConfig) -> None:
-    """Reject settings for which the importance-sampling correction would be wrong.
+    """Raise an error for settings that would make the importance-sampling correction wrong.
 
-    The trainer's log-probs account for top-k, top-p and min-p. These log-probs do not account for penalties, structured
-    outputs and logit biases.
+    The trainer's log-probs account for top-k, top-p and min-p. They do not account for penalties, structured outputs and
+    logit biases.
 
     Raises:
-        ConfigError: The correction is combined with a penalty, structured outputs or a logit bias, and ``allow_biased_is`` is
-            False.
+        ConfigError: The correction is combined with a penalty, structured outputs or a logit bias, and ``allow_biased_is``
+            is False.
     """
     reshaped = reshaped_sampling(cfg)
     if reshaped and cfg.vllm_importance_sampling_correction and not cfg.allow_biased_is:
@@ -409,7 +411,7 @@ def reject_reshaped_sampling(cfg: OnlineConfig) -> None:
 
 
 def check_truncation(cfg: OnlineConfig) -> None:
-    """Raise an error if a truncate mode of the importance-sampling correction has no bounds at which it could truncate.
+    """Raise an error if the importance-sampling correction has a truncate mode, but no bounds.
 
     Raises:
         ConfigError: Both bounds are None.
@@ -424,12 +426,12 @@ def check_truncation(cfg: OnlineConfig) -> None:
 
 
 def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: ProcessorMixin) -> None:
-    """Replace ``rollout_engine="auto"`` with the engine that is selected for this model, if the device is a GPU.
+    """Replace ``rollout_engine="auto"`` on a GPU with the engine that is selected for this model.
 
-    On a CPU, the engine is selected later, when it is created.
+    On a CPU, the engine is selected when it is created.
 
     Args:
-        args: Config, which is changed. If vLLM is selected, ``use_vllm=True`` and ``vllm_mode="colocate"`` are set.
+        args: Config, which is modified. If vLLM is selected, ``use_vllm=True`` and ``vllm_mode="colocate"`` are set.
         model: The policy.
         processor: Tokenizer or multimodal processor of the policy. Continuous batching does not support images.
     """
@@ -446,11 +448,11 @@ def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: Processo
         args.rollout_engine = name
 
 
-# Supported keys of generation_kwargs. Keys in OVERRIDDEN are moved to the config fields of the same names. Keys in FURTHER are
-# passed to the engine.
+# Supported keys of generation_kwargs. Keys in OVERRIDDEN are moved to the config fields with these names. Keys in FURTHER
+# are passed to the engine.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed", *GENERATION_NAMES)
-# Config fields of the importance-sampling correction for differences between engine and policy.
+# Config fields of the importance-sampling correction, which corrects for differences between engine and policy.
 CORRECTION = (
     "allow_biased_is",
     *(f"vllm_importance_sampling_{x}" for x in ("correction", "mode", "clip_max", "clip_min")),
@@ -460,7 +462,7 @@ REFUSED = {"typical_p": "no engine supports typical sampling. top_p and min_p al
 
 @config
 class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields, RewardFields, PostTrainingConfig):
-    """Arguments that are common to all trainers that sample completions from the policy during training."""
+    """Arguments of all trainers that sample completions from the policy during training."""
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012
         *PostTrainingConfig._VALID_DICT_FIELDS,
@@ -469,9 +471,9 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         "transformers_continuous_batching_config",
     ]
 
-    # Minimum group size. It is 2, because advantages compare at least two completions.
+    # Minimum group size. Advantages compare at least two completions.
     _least_generations: ClassVar[int] = 2
-    # These values are class attributes and not fields, because only some methods have these options.
+    # Class attributes instead of fields, because only some methods have these options.
     log_ref_kl, samples_per_step = False, None
     # Whether the loss supports the importance-sampling correction for differences between trainer and engine.
     _corrects_sampler: ClassVar[bool] = False
@@ -553,9 +555,9 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         self._resolve_batches()
 
     def _take_overrides(self) -> None:
-        """Move values in ``generation_kwargs`` to the config fields with the same names.
+        """Move values from ``generation_kwargs`` to the config fields with the same names.
 
-        The log-probs in the loss are then computed at the same temperature as the samples.
+        The log-probs in the loss are then computed at the temperature of sampling.
         """
         overrides = dict(self.generation_kwargs or {})  # type: ignore[arg-type]
         for name, value in overrides.items():
@@ -575,7 +577,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             del overrides["guide"]
             logger.warning("vllm_structured_outputs_regex overrides the structured outputs in generation_kwargs.")
         elif overrides.get("guide") is not None:
-            overrides["guide"] = tuple(overrides["guide"])  # The value is a list if it was read from a file.
+            overrides["guide"] = tuple(overrides["guide"])  # A guide from a file is a list.
         generation_fields(overrides)
         self.generation_kwargs = overrides or None
 
@@ -608,13 +610,13 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             )
 
     def check_foreign_logprobs(self) -> None:
-        """Reject settings that are invalid if the engine computes other log-probs than the policy.
+        """Raise an error for settings that are invalid if the engine's log-probs differ from the policy's.
 
-        This base implementation accepts all settings. Losses without an importance-sampling correction use it.
+        This base implementation accepts all settings. It is used for losses without an importance-sampling correction.
         """
 
     def check_vllm_settings(self) -> None:
-        """Reject settings that vLLM does not support, on a server or in process.
+        """Raise an error for settings that vLLM does not support, in process or on a server.
 
         Raises:
             ConfigError: A setting is not supported.
@@ -630,8 +632,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     def _check_engine(self) -> None:
         engine = ENGINES.get(self.rollout_engine)
         if engine is not None and engine.vllm_mode is not None:
-            # The values 'vllm' and 'server' are equivalent to use_vllm=True. After this, 'auto' is used for the engines of
-            # other models, e.g. a reference. These engines always run in this process.
+            # The engines 'vllm' and 'server' are selected by use_vllm=True. From now on, rollout_engine='auto' applies to
+            # the engines of other models, for example a reference. These engines always run in this process.
             self.use_vllm, self.vllm_mode, self.rollout_engine = True, engine.vllm_mode, "auto"
         if self.use_vllm:
             self.check_vllm_settings()
@@ -687,14 +689,12 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
     @property
     def outlives_weights(self) -> bool:
-        """Whether completions may still be used for training after an optimizer step has changed the weights that sampled
-        them.
-        """
+        """Whether a completion may be used for training after an optimizer step has changed the weights that sampled it."""
         return self.gradient_accumulation_steps % ((self.steps_per_generation or 1) * self.num_iterations) != 0
 
     @property
     def generation_config(self) -> transformers.GenerationConfig:
-        """A copy of the sampling settings for ``model.generate``. Changes to the copy do not affect the trainer."""
+        """Copy of the sampling settings for ``model.generate``. Changes of the copy do not affect the trainer."""
         return transformers.GenerationConfig(
             do_sample=True, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
             repetition_penalty=self.repetition_penalty, cache_implementation=self.cache_implementation,
@@ -703,9 +703,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
     @property
     def generations_per_step(self) -> float:
-        """Number of generations per optimizer step. The number is below 1 if several optimizer steps use one
-        generation.
-        """
+        """Number of generations per optimizer step. It is below 1 if several optimizer steps use one generation."""
         return self.gradient_accumulation_steps / ((self.steps_per_generation or 1) * self.num_iterations)
 
     @property
@@ -714,20 +712,22 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         return Truncation(self.top_k or 0, self.top_p, self.min_p)
 
     def refused_engines(self) -> dict[str, str]:
-        """Return the engines that ``rollout_engine="auto"`` must not select with these settings, mapped to the reasons."""
+        """Return the engines that ``rollout_engine="auto"`` must not select with these settings, with the reason for each
+        engine.
+        """
         reasons = {}
         for name, check in {"vllm": self.check_vllm_settings, "paged": self._check_paged_settings}.items():
             try:
                 check()
-                # Check whether the loss allows engines whose log-probs differ from the policy's, such as continuous batching in
-                # half precision.
+                # Check whether the loss supports engines whose log-probs differ from the policy's. An example is continuous
+                # batching in half precision.
                 self.check_foreign_logprobs()
             except (ConfigError, MissingDependencyError) as error:
                 reasons[name] = str(error)
         return reasons
 
     def _resolve_batches(self) -> None:
-        """Set ``steps_per_generation`` and ``generation_batch_size``, and check that a generation consists of whole groups."""
+        """Set ``steps_per_generation`` and ``generation_batch_size``. Check that a generation consists of whole groups."""
         unit = self.per_device_train_batch_size * self.world_size
         size, steps = self.generation_batch_size, self.steps_per_generation
         if size is not None and steps is not None and size != unit * steps:
@@ -777,14 +777,14 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
 
 def _near(value: int, step: int) -> str:
-    """Return the nearest multiples of ``step`` below and above ``value`` as text, for example "6 or 8"."""
+    """Return the nearest multiples of ``step`` below and above ``value`` as a text, for example "6 or 8"."""
     below, above = value // step * step, -(-value // step) * step
     return " or ".join(str(x) for x in sorted({below or above, above}))
 
 
 @dataclass
 class EpisodeFields(HarnessFields):
-    """Options of trainers that let the model call tools and act in environments."""
+    """Options of trainers with tools and environments."""
 
     max_tool_calling_iterations: Annotated[int, Range(least=-1)] | None = option(
         None,

@@ -39,7 +39,7 @@ class ORPOConfig(UnreadFields, AnswerConfig):
 class ORPO(ReferenceFree[ORPOConfig]):
     """Odds-ratio preference optimization: ``NLL(prompt and chosen) - beta * logsigmoid(log-odds ratio)``.
 
-    This method needs no reference model. The NLL is averaged over all prompt tokens and chosen-answer tokens of the optimizer
+    This method needs no reference model. The NLL is averaged over all tokens of prompts and chosen answers in the optimizer
     step.
 
     Reference: ORPO, arXiv:2403.07691, equations 6 and 7.
@@ -48,7 +48,9 @@ class ORPO(ReferenceFree[ORPOConfig]):
     config_class = ORPOConfig
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert examples to pairs. The prompt of a pair contributes to the loss once, although both answers share it."""
+        """Convert examples to pairs. The prompt of a pair contributes to the loss once, although both answers share the
+        prompt.
+        """
         return [replace(row, prompt_mask=[1] * len(row.prompt_ids)) for row in super().rows(examples)]
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:

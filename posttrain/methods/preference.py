@@ -1,4 +1,4 @@
-"""Shared code of methods that train on compared or judged answers: configs, metrics and the reference's log-probs."""
+"""Shared code of methods that train on pairs or on labeled answers: configs, metrics and the reference's log-probs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 logger = logging.getLogger(__name__)
 
 
-# A dataset counts as sorted by label if more than this number of consecutive batches contain only one label.
+# A dataset is treated as sorted by label if more than this number of consecutive batches contain only one label.
 SORTED = 10
 # Maximum recommended ratio of the total weight of good answers to the total weight of bad answers (KTO paper, section 4.2).
 BALANCED = 1.33
@@ -35,15 +35,15 @@ BALANCED = 1.33
 
 def answer_mask(batch: Batch, size: int, which: int) -> Tensor:
     """Return a mask ``(B, T)`` of the loss tokens of one answer per row. ``size`` is the number of answers per row, and
-    ``which`` is the index of the answer.
+    ``which`` is the index of the selected answer.
     """
     wanted = torch.tensor([origin % size == which for origin in batch.origin], device=batch.sequence.device)
     return batch.loss_mask & (batch.sequence >= 0) & wanted[batch.sequence.clamp_min(0)]
 
 
 def logit_metrics(out: ModelOutputs, **masks: Tensor) -> dict[str, Metric]:
-    """Compute the metric ``logits/NAME`` for each mask ``(B, T)``: the mean logit over the vocabulary, averaged over the tokens
-    in the mask.
+    """Compute the metric ``logits/NAME`` for each mask ``(B, T)``: the mean logit over the vocabulary, averaged over the
+    masked tokens.
     """
     assert out.mean_logit is not None
     return {f"logits/{side}": mean(out.mean_logit, mask) for side, mask in masks.items()}
@@ -52,7 +52,7 @@ def logit_metrics(out: ModelOutputs, **masks: Tensor) -> dict[str, Metric]:
 def pair_metrics(
     out: ModelOutputs, batch: Batch, values: dict[str, Tensor], beta: float, pairs: Sequence[tuple[Tensor, ...]]
 ) -> dict[str, Metric]:
-    """Compute the metrics of methods that train on pairs and use a reference model.
+    """Compute the metrics of a method that trains on pairs and uses a reference model.
 
     For every loss, the logged reward of an answer is ``beta`` times its log-ratio of policy and reference.
     """
@@ -72,7 +72,7 @@ def pair_metrics(
 def _reward_metrics(
     out: ModelOutputs, batch: Batch, rewards: Sequence[Tensor], logps: Sequence[Tensor]
 ) -> dict[str, Metric]:
-    """Compute metrics of the rewards and log-probs ``(P,)`` of chosen and rejected answers, and the mean entropy of the loss
+    """Compute metrics of the rewards and log-probs ``(P,)`` of chosen and rejected answers, and the mean entropy of loss
     tokens.
     """
     assert out.entropy is not None
@@ -89,9 +89,10 @@ def _reward_metrics(
 
 
 def reference_free_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logps: Tensor) -> dict[str, Metric]:
-    """Compute the metrics of methods that train on pairs without a reference model.
+    """Compute the metrics of a method that trains on pairs without a reference model.
 
-    ``rewards`` and ``logps`` have the shape ``(P, branches)``, with chosen and rejected first.
+    ``rewards`` and ``logps`` have the shape ``(P, branches)``. The first two columns are the chosen and the rejected
+    answers.
     """
     size = batch.num_sequences // len(rewards)
     metrics = _reward_metrics(out, batch, (rewards[:, 0], rewards[:, 1]), (logps[:, 0], logps[:, 1]))
@@ -99,9 +100,9 @@ def reference_free_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, log
 
 
 def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tensor, good: Tensor) -> dict[str, Metric]:
-    """Compute the mean rewards and log-probs of good and of bad answers.
+    """Compute the mean rewards, log-probs and logits of good and of bad answers.
 
-    The metrics are stored as sums and counts, so that averages over batches weight each batch by its number of good or
+    Each metric is stored as a sum and a count. An average over batches therefore weights each batch by its number of good or
     bad answers.
     """
     assert out.entropy is not None
@@ -117,8 +118,9 @@ def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tenso
 
 
 def branch_sums(out: ModelOutputs, batch: Batch, branches: int) -> tuple[Tensor, Tensor]:
-    """Compute the summed log-probs and the lengths of all answers, both ``(P, branches)`` for P rows with ``branches``
-    answers each.
+    """Compute the summed log-prob and the length of each answer, both as ``(P, branches)``.
+
+    P is the number of rows, and ``branches`` is the number of answers per row.
     """
     assert out.logp is not None
     logp, length = sequence_sum(out.logp.float(), *batch.by_sequence), sequence_lengths(*batch.by_sequence)
@@ -126,9 +128,7 @@ def branch_sums(out: ModelOutputs, batch: Batch, branches: int) -> tuple[Tensor,
 
 
 def likelihood_mask(batch: Batch, branches: int, branch: int) -> Tensor:
-    """Return a mask ``(B, T)`` of the tokens in the NLL term: the answer ``branch`` of each row, and prompt tokens that have
-    a loss.
-    """
+    """Return a mask ``(B, T)`` of the tokens in the NLL term: answer ``branch`` of each row, and prompt tokens with a loss."""
     return answer_mask(batch, branches, branch) | batch.loss_mask & (batch.sequence < 0)
 
 
@@ -142,9 +142,9 @@ def likelihood_terms(
     branches: int,
     branch: int,
 ) -> LossTerms:
-    """Add ``weight`` times the NLL of one answer per row to the losses ``(P,)`` of rows.
+    """Add the weighted NLL of one answer per row to the row losses ``(P,)``.
 
-    The losses are averaged over the rows of the optimizer step. The NLL is averaged over its tokens.
+    The row losses are averaged over the rows of the optimizer step. The NLL is averaged over its tokens.
     """
     assert out.logp is not None
     loss = row_terms(batch, terms, branches=branches, metrics=metrics)
@@ -170,7 +170,7 @@ def as_label(label: Any, index: int) -> bool:
 
 
 def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -> None:
-    """Validate labels, and warn about a training set that is sorted by label or imbalanced.
+    """Check that labels are valid. Log a warning if the training set is sorted by label or imbalanced.
 
     Args:
         labels: One label per row.
@@ -178,7 +178,7 @@ def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -
         training: Whether the rows are the training set.
 
     Raises:
-        DataError: A label is not a bool.
+        DataError: A label is not True, False, 1 or 0.
     """
     good = [as_label(label, index) for index, label in enumerate(labels)]
     if not training:
@@ -199,7 +199,7 @@ def _check_balance(good: int, bad: int, good_weight: float, bad_weight: float) -
     if good == 0 or bad == 0:
         logger.warning("all %d labels are %s, but training needs good and bad answers.", good + bad, good > 0)
         return
-    # A weight of 0 causes no warning, because the user has excluded good or bad answers on purpose. BCO has no weights.
+    # A weight of 0 causes no warning, because the user excludes good or bad answers on purpose. BCO has no weights.
     if good == bad or 0 in (good_weight, bad_weight):
         return
     ratio = max(good, 1) * good_weight / (max(bad, 1) * bad_weight)
@@ -220,9 +220,9 @@ CHECKED_ROWS = 1000
 
 @config
 class AnswerConfig(PostTrainingConfig):
-    """Arguments that are common to all methods that train on the answers of a dataset."""
+    """Arguments of all methods that train on the answers of a dataset."""
 
-    # These are constants instead of fields, because only some methods have these options.
+    # Constants instead of fields, because only some methods have these options.
     desirable_weight = undesirable_weight = 1.0
 
     learning_rate: float = option(
@@ -281,7 +281,7 @@ class AnswerConfig(PostTrainingConfig):
             )
 
     def refuse_unread_by_loss(self, **read: bool) -> None:
-        """Raise an error if an option is set that the selected ``loss_type`` does not use.
+        """Raise an error if an option is set that is not used with the selected ``loss_type``.
 
         Raises:
             ConfigError: An option has no effect with this ``loss_type``.
@@ -304,7 +304,7 @@ UNREAD = {
 
 @dataclass
 class UnreadFields:
-    """Fields of TRL's CPO and ORPO configs that posttrain does not support. Setting one of them is an error."""
+    """Fields of TRL's CPO and ORPO configs that posttrain does not support. Setting one of these fields is an error."""
 
     max_completion_length: int | None = option(
         None, "Not supported. Use max_length, which truncates prompt and answer together, or filter the dataset."
@@ -321,7 +321,7 @@ class UnreadFields:
         """Raise an error if an unsupported field is set.
 
         Raises:
-            ConfigError: A field is set; the message contains the alternative.
+            ConfigError: An unsupported field is set. The message contains the alternative.
         """
         for name, instead in UNREAD.items():
             value = getattr(self, name)
@@ -331,7 +331,7 @@ class UnreadFields:
 
 @config
 class ComparedConfig(AnswerConfig):
-    """Arguments that are common to all methods that compare the policy with a reference model."""
+    """Arguments of all methods that compare the policy with a reference model."""
 
     precompute_ref_log_probs: bool = option(
         False,
@@ -373,11 +373,11 @@ JUDGED = replace(PAIRS, answers=1, compares_reference=True, needs=frozenset({"lo
 
 
 class AnswerMethod(Method[Answers]):
-    """Base class of methods that train on several compared answers per prompt, or on single answers with a label (good or bad).
+    """Base class of methods that train on the answers of a dataset: on compared answers to a prompt, or on labeled answers.
 
     Attributes:
-        judged: Whether each row has one answer with the label good or bad. A dataset of pairs is converted: each pair gives one
-            good and one bad answer.
+        judged: Whether each row has one answer with the label good or bad. A pair of answers is converted to one good and
+            one bad answer.
         likelihood_branch: Index of the answer whose NLL is part of the loss.
         reference_columns: Names of the columns with precomputed reference log-probs, one per answer.
     """
@@ -388,7 +388,7 @@ class AnswerMethod(Method[Answers]):
     reference_columns: ClassVar[tuple[str, ...]] = ()
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert examples to rows of token ids (see `answer_rows`). The label of a judged answer becomes a column."""
+        """Convert examples to rows of token ids; see `answer_rows`. The label of a judged answer is stored as a column."""
         columns = {"ref_logps": self.reference_columns} if self.traits.compares_reference else {}
         rows = answer_rows(examples, self.branches, columns)
         if not self.judged:
@@ -397,14 +397,14 @@ class AnswerMethod(Method[Answers]):
         return [row.with_columns(label=[float(label)]) for row, label in zip(rows, labels, strict=True)]
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Count the tokens of the NLL term in the optimizer step."""
+        """Count the tokens that the NLL term is averaged over, in the batches of an optimizer step."""
         if self.judged:
             return {}
         masks = (likelihood_mask(batch, len(self.branches), self.likelihood_branch) for batch in batches)
         return {"likelihood": float(sum(int(mask.sum()) for mask in masks))}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add the margin of judged answers: the mean reward of good answers minus the mean reward of bad answers."""
+        """Add the reward margin of judged answers: the mean reward of good answers minus the mean reward of bad answers."""
         if not self.judged or not {"rewards/chosen", "rewards/rejected"} <= set(metrics):
             return metrics
         return metrics | {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
@@ -412,15 +412,13 @@ class AnswerMethod(Method[Answers]):
     # Against a reference -----------------------------------------------------------------------------------------
 
     def reference_key(self) -> dict[str, Any]:
-        """Return the settings of the method that change the reference's log-probs. These settings are part of the key
-        of cached log-probs.
-        """
+        """Return the settings that change the reference's log-probs. They are part of the key of cached log-probs."""
         cfg = self.cfg
         kept = {"max_length": cfg.max_length, "truncation_mode": cfg.truncation_mode}
         return kept | {"mask_inner_turns": cfg.mask_inner_turns}
 
     def reference_logp(self, batch: Batch) -> Tensor:
-        """Return the reference's summed log-probs, ``(S,)``."""
+        """Return the reference's summed log-prob of each sequence, ``(S,)``."""
         if "ref_logps" in batch.columns:
             return batch.columns["ref_logps"]
         if batch.ref_logp is None:
@@ -431,17 +429,17 @@ class AnswerMethod(Method[Answers]):
         return self.sums(batch.ref_logp, batch)
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
-        """Sum log-probs ``(B, T)`` over the tokens of each answer, ``(S,)``. The sums of policy and reference are
-        computed in this way.
+        """Sum log-probs ``(B, T)`` over the tokens of each answer, ``(S,)``. The log-probs are those of the policy or the
+        reference.
         """
         return sequence_sum(logp.float(), *batch.by_sequence)
 
     def starts_at_ln_2(self) -> bool:
-        """Return whether the loss is exactly ln 2 while policy and reference are equal."""
+        """Return whether the loss is exactly ln 2 as long as policy and reference are equal."""
         return False
 
 
 class ReferenceFree(AnswerMethod[Answers]):
-    """Base class of methods that compare answers by the policy's log-likelihood, without a reference model."""
+    """Base class of methods that compare answers by the policy's log-likelihood. They use no reference model."""
 
     traits = replace(PAIRS, needs=frozenset({"logp", "entropy", "mean_logit"}))

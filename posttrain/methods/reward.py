@@ -1,4 +1,4 @@
-"""Outcome reward models: train a scalar head to score the chosen answer of a pair higher than the rejected answer."""
+"""Outcome reward models: train a scalar head that scores the chosen answer of a pair higher than the rejected answer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def reward_objective(out: ModelOutputs, batch: Batch, *, center: float | None) -
 
 
 class RewardModel(Method[RewardConfig]):
-    """Reward model with a scalar head, trained with the Bradley-Terry loss on pairs of answers."""
+    """Reward model with a scalar head. It is trained on pairs of answers with the Bradley-Terry loss."""
 
     config_class = RewardConfig
     traits = Traits(

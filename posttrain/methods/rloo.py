@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Maximum logarithm of the importance ratio, i.e. a ratio of 5e8. Without this limit, one sequence could dominate the loss.
+# Maximum logarithm of the importance ratio, equivalent to a ratio of 5e8. Without a maximum, one sequence could dominate the
+# loss.
 MAX_LOG_RATIO = 20.0
 # A warning is logged if the fraction of clipped sequences is above CLIPPED_MOST in CLIPPED_STEPS consecutive steps.
 CLIPPED_MOST, CLIPPED_STEPS = 0.5, 10
@@ -35,7 +36,7 @@ CLIPPED_MOST, CLIPPED_STEPS = 0.5, 10
 
 @config
 class RLOOConfig(PictureConfig, OnlineConfig):
-    """Arguments of `RLOOTrainer`. RLOO has one loss, so there is no option ``loss_type`` as in GRPO.
+    """Arguments of `RLOOTrainer`. RLOO has only one loss, so there is no option ``loss_type``.
 
     Reference: Back to basics, arXiv:2402.14740.
     """
@@ -76,7 +77,7 @@ class RLOOConfig(PictureConfig, OnlineConfig):
             )
 
     def check_foreign_logprobs(self) -> None:
-        """Reject sampling settings for which the importance-sampling correction would be wrong; see
+        """Raise an error for sampling settings that make the importance-sampling correction wrong; see
         `reject_reshaped_sampling`.
         """
         reject_reshaped_sampling(self)
@@ -97,13 +98,13 @@ class RLOOConfig(PictureConfig, OnlineConfig):
 def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerms:
     """Compute the clipped loss ``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)`` per sequence.
 
-    The importance ratio ``rho = exp(sum_t (logp - old_logp))`` is the ratio of the whole completion, not a mean over
-    its tokens. The logarithm of rho is limited to 20. A completion without loss tokens has the ratio 1 and no gradient.
+    The importance ratio ``rho = exp(sum_t (logp - old_logp))`` is the ratio of the whole completion, not a mean over its
+    tokens. The logarithm of rho is limited to 20. A completion without loss tokens has the ratio 1 and no gradient.
 
     Args:
-        out: ``logp`` and ``entropy``, ``(B, T)``.
-        batch: Batch with ``advantages (S,)`` and ``old_logp (B, T)``, and with ``rollout_logp`` if an engine with other
-            log-probs has sampled.
+        out: Model outputs with ``logp`` and ``entropy``, ``(B, T)``.
+        batch: Batch with ``advantages (S,)`` and ``old_logp (B, T)``. If the engine's log-probs differ from the policy's,
+            the batch also has ``rollout_logp``.
         cfg: `RLOOConfig`.
 
     Reference: Back to basics, arXiv:2402.14740, equation 8, with PPO's clip, arXiv:1707.06347.
@@ -140,8 +141,9 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
 
 
 def charged_kl(rollouts: RolloutBatch, logps: LogProbs, *, skip_truncated: bool) -> list[Tensor]:
-    """Compute the KL divergence from the reference for each completion of this rank: the sum of ``old_logp - ref_logp`` (k1
-    estimate) over its loss tokens.
+    """Compute ``old_logp - ref_logp`` for the loss tokens of each completion of this rank.
+
+    The sum over a completion is the k1 estimate of its KL divergence from the reference.
     """
     kept = [rollouts.loss_mask(i, skip_truncated) for i in range(len(rollouts.rollouts))]
     return [
@@ -151,8 +153,7 @@ def charged_kl(rollouts: RolloutBatch, logps: LogProbs, *, skip_truncated: bool)
 
 
 class RLOO(Method[RLOOConfig]):
-    """REINFORCE with a leave-one-out baseline: the baseline of a completion is the mean reward of the prompt's other
-    completions.
+    """REINFORCE with a leave-one-out baseline. A completion's baseline is the mean reward of its prompt's other completions.
 
     The KL penalty is subtracted from the reward. It is not a term of the loss.
 
@@ -163,12 +164,12 @@ class RLOO(Method[RLOOConfig]):
     traits = replace(SAMPLES, follows_truncation=True, splits_tokens=True, beta_is_kl=True, reads_images=True)
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return True, because the KL in the reward is computed from the old log-probs."""
+        """Return True, because the KL penalty in the reward is computed from the old log-probs."""
         return True
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute the score ``clip(R) - beta KL`` of each completion minus the mean score of the group's other completions.
-        The logged reward is R.
+        """Compute each completion's score ``clip(R) - beta KL`` minus the mean score of the group's other completions. The
+        logged reward is R.
         """
         cfg, metrics = self.cfg, {}
         stats = group_advantages(rewards.values, rewards.weights, rollouts.group_size, scale_rewards="none")
@@ -193,9 +194,9 @@ class RLOO(Method[RLOOConfig]):
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """Compute the clipped policy-gradient loss; see `rloo_objective`."""
-        # Until an optimizer step changes the weights, the ratio is exactly 1, so it is not computed from stored log-probs. In
-        # half precision, rounding errors of stored log-probs add up over the tokens: ratios of up to 2.9 were measured for 8
-        # tokens in bfloat16, and these would be clipped.
+        # Until an optimizer step changes the weights, the ratio is exactly 1, so stored log-probs are not used. In half
+        # precision, rounding errors of stored log-probs add up over the tokens. For 8 tokens in bfloat16, ratios of up to
+        # 2.9 were measured. Such ratios would be clipped.
         if not self.cfg.outlives_weights:
             batch = replace(batch, old_logp=None)
         return rloo_objective(outputs, batch, self.cfg)

@@ -155,7 +155,7 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
             self.packing_strategy = "bfd_split"
 
     def supervised_options(self, *, training: bool) -> SupervisedOptions:
-        """Return the options with which a training or evaluation set is converted to token ids and labels."""
+        """Return the options for converting a training or evaluation set to token ids and labels."""
         packing = self.packing if training or self.eval_packing is None else self.eval_packing
         return SupervisedOptions(
             dataset_text_field=self.dataset_text_field,
@@ -185,26 +185,25 @@ class SFT(Method[SFTConfig]):
         super().__init__(cfg)
         if cfg.label_smoothing_factor:
             self.traits = replace(self.traits, needs=self.traits.needs | {"logits"})
-        # Strategies other than "bfd" split documents and never truncate them.
+        # Packing strategies other than "bfd" split documents and never truncate them.
         if cfg.packing and cfg.packing_strategy != "bfd":
             self.traits = replace(self.traits, ignored_codes=frozenset({"PT-D004", "PT-D006", "PT-D011"}))
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert tokenized examples to rows, one per document. A packed example gives several rows."""
+        """Convert tokenized examples to rows, one per document. A packed example gives one row for each of its documents."""
         return document_rows(examples)
 
     def knows_gradient(self, batch: Batch) -> bool:
-        """Return True if the loss of a token is its negative log-prob, i.e. without DFT and label smoothing.
-
-        The loss of a token is then its negative log-prob.
+        """Return True if the loss of a token is its negative log-prob. This is the case without DFT and without label
+        smoothing.
         """
         return self.cfg.loss_type != "dft" and not self.cfg.label_smoothing_factor
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """Compute the negative log-likelihood of the loss tokens, averaged over the optimizer step.
 
-        With ``label_smoothing_factor`` e, the loss of a token is ``(1 - e) nll + e u``, where u is the mean of ``-log p`` over
-        the vocabulary.
+        With ``label_smoothing_factor`` e, the loss of a token is ``(1 - e) nll + e u``. Here, u is the mean of ``-log p``
+        over the vocabulary.
         """
         metrics = {
             "entropy": mean(outputs.entropy, batch.loss_mask),

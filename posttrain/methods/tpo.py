@@ -1,4 +1,4 @@
-"""TPO: a loss on a pair of answers plus the likelihood of a gold answer, without a reference model."""
+"""TPO: a loss on pairs of answers, plus the NLL of a gold answer. It needs no reference model."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ class TPOConfig(AnswerConfig):
 class TPO(ReferenceFree[TPOConfig]):
     """Triple preference optimization: a loss on chosen and rejected answers plus the NLL of the gold answer.
 
-    The three answers of a row share the computation of the prompt (prefix tree). The gold answer is in the column
-    ``reference``.
+    The prompt of a row is computed once for its three answers (prefix tree). The gold answer is in the column ``reference``.
 
     Reference: Triple preference optimization, arXiv:2405.16681.
     """
@@ -82,7 +81,7 @@ class TPO(ReferenceFree[TPOConfig]):
 
     def __init__(self, cfg: TPOConfig) -> None:
         super().__init__(cfg)
-        if not cfg.tpo_alpha:  # Without the NLL term, the gold answers are not needed, so they are not computed.
+        if not cfg.tpo_alpha:  # Without the NLL term, gold answers are not computed.
             self.branches, self.traits = self.branches[:2], replace(self.traits, answers=2)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:

@@ -1,6 +1,6 @@
-"""Built-in reward functions, and `RewardRunner`, which calls the reward functions of a run.
+"""Built-in reward functions, and `RewardRunner`. The runner calls the reward functions of a run.
 
-Names are imported lazily, on first access.
+Names are imported lazily: a module is loaded when one of its names is used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain import plugins
 
-# For each module, the names that can be imported from `posttrain.rewards`.
+# Names of each module that can be imported from `posttrain.rewards`.
 _PUBLIC = {
     "extensions.rewards.code": ("CodeTestsReward", "Limits", "get_code_tests_reward", "run_tests"),
     "rewards.call": ("RewardTable", "parallel"),
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _rewards() -> dict[str, Callable[[], Callable]]:
-    """Return a mapping from the names of built-in rewards on the command line to functions that create these rewards."""
+    """Return functions that create the built-in rewards. The key is the name of the reward on the command line."""
     from posttrain.rewards import format, math
 
     return {

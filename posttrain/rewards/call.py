@@ -1,4 +1,4 @@
-"""Call reward functions: select the arguments, run functions concurrently, and check the returned rewards."""
+"""Call reward functions: select the arguments, run functions concurrently, and check the rewards."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESERVED = ("prompt", "completion", "completion_ids")
-# Names of arguments that contain one value per row. A reward function receives only the arguments that its signature names.
-# With ``**kwargs``, it receives all.
+# Names of arguments that contain one value per row. A reward function receives only the arguments in its signature. With
+# ``**kwargs``, it receives all arguments.
 ROWS = ("prompts", "completions", "completion_ids")
-# Names of arguments that the trainer passes in addition to prompts, completions and dataset columns.
+# Names of arguments that the trainer passes in addition to rows and dataset columns.
 TRAINERS_ARGUMENTS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
 # Maximum absolute values of a reward and of a weight. The square of a larger product exceeds the range of float32.
 LARGEST_REWARD, LARGEST_WEIGHT = 1e12, 1e6
-# If an asynchronous function is still running this number of seconds after its timeout, it must be blocking the event loop.
+# An asynchronous function that is still running this number of seconds after its timeout must be blocking the event loop.
 GRACE_SECONDS = 5.0
 
 F = TypeVar("F", bound=Callable)
@@ -48,7 +48,7 @@ F = TypeVar("F", bound=Callable)
 def parallel(function: F) -> F:
     """Run a synchronous reward function on its own thread, concurrently with other reward functions.
 
-    Use this decorator for functions that spend most of their time waiting, e.g. for a judge or a sandbox.
+    Use this decorator for functions that mostly wait, e.g. for a judge or a sandbox.
 
     >>> @parallel
     ... def judged(completions, **kwargs):
@@ -60,10 +60,10 @@ def parallel(function: F) -> F:
 
 
 def reward_name(function: Any) -> str:
-    """Return the name of a reward function. The name is ``__name__`` of a function, the last part of a model's id, or
-    the class name of any other object.
+    """Return the name of a reward function: the ``__name__`` of a function, the last part of a model's id, or the class name
+    of another object.
 
-    For a ``functools.partial``, this is the name of the wrapped function.
+    The name of a ``functools.partial`` is the name of the wrapped function.
     """
     function = _bare(function)
     if isinstance(function, torch.nn.Module):
@@ -80,7 +80,7 @@ def _bare(function: Any) -> Any:
 
 
 def unique(names: list[str]) -> list[str]:
-    """Append ``_1``, ``_2``, ... to repeated names, so that their metrics are not merged."""
+    """Append ``_1``, ``_2``, ... to repeated names. Otherwise their metrics would be merged."""
     result: list[str] = []
     for name in names:
         count, candidate = 0, name
@@ -92,7 +92,7 @@ def unique(names: list[str]) -> list[str]:
 
 
 def one_each(name: str, values: object, count: int) -> list[Any]:
-    """Convert ``values`` to a list with one entry per reward function. None becomes a list in which every entry is None.
+    """Convert ``values`` to a list with one entry per reward function. None becomes a list of None entries.
 
     Raises:
         ConfigError: The number of entries is not ``count``. The message contains ``name``, the name of the argument.
@@ -108,7 +108,7 @@ def one_each(name: str, values: object, count: int) -> list[Any]:
 
 
 def as_callable(function: Any, tokenizer: Tokenizer, options: dict[str, Any]) -> Callable:
-    """Return the function itself, or a model wrapped as a reward function."""
+    """Return a function unchanged. Wrap a model as a reward function."""
     if isinstance(function, str | torch.nn.Module):
         from posttrain.rewards.model import ModelReward
 
@@ -139,15 +139,15 @@ class RewardTable:
     """Rewards of one batch of completions.
 
     Attributes:
-        values: Rewards ``(n, K)`` float32 of n completions and K functions. NaN means that the function has returned None.
-            After `RewardRunner.finish`, the rewards are transformed.
+        values: Rewards ``(n, K)`` float32 of n completions and K functions. NaN means that a function returned None. After
+            `RewardRunner.finish`, the rewards are transformed.
         names: Unique names of the K functions.
         weights: Weights ``(K,)`` float32 of the functions.
-        extra_columns: Columns that functions logged with ``log_extra``, one value per row.
-        metrics: Metrics to log: the duration of each function, values passed to ``log_metric``, and the number of NaN rewards.
-        seconds: Wall-clock seconds of each function, by name.
+        extra_columns: Columns that functions logged with ``log_extra``. There is one value per row.
+        metrics: Metrics to log: the duration of each function, values from ``log_metric``, and the number of NaN rewards.
+        seconds: Duration of each function in seconds. The key is the function's name.
         raw: Rewards ``(n, K)`` before the transforms.
-        start: Index in ``values`` of this process's first row.
+        start: Index of this process's first row in ``values``.
     """
 
     values: Tensor
@@ -162,17 +162,16 @@ class RewardTable:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function with its name, signature and timeout. `reward_function` creates it.
+    """Reward function with its name, signature and timeout. `reward_function` creates it.
 
     Attributes:
-        name: Unique name, for metrics and errors.
-        call: Function that is called with the accepted arguments as keywords. The function returns the rewards, or an
-            awaitable of the rewards.
+        name: Unique name for metrics and errors.
+        call: Function that gets the accepted arguments as keywords. It returns the rewards, or an awaitable of the rewards.
         accepts: Names of the function's parameters. The value is True if the parameter has no default.
-        takes_all: Whether the function has ``**kwargs`` and therefore gets every argument.
+        takes_all: Whether the function has ``**kwargs``. It then gets all arguments.
         timeout: Maximum seconds of a call. None means no limit.
-        concurrent: Whether ``call`` returns an awaitable. All concurrent functions run at the same time, after the synchronous
-            functions.
+        concurrent: Whether ``call`` returns an awaitable. All concurrent functions run at the same time, after the
+            synchronous functions.
     """
 
     name: str
@@ -183,19 +182,19 @@ class RewardFunction:
     concurrent: bool = False
 
     def reads(self) -> str:
-        """Return the names of the dataset columns that the function reads, or "any" if it accepts all columns."""
+        """Return the names of the dataset columns that the function reads. If it accepts all columns, return "any"."""
         named = [name for name in self.accepts if name not in (*ROWS, *TRAINERS_ARGUMENTS)]
         return ", ".join(named) or ("any" if self.takes_all else "no column")
 
     def check_columns(
         self, columns: Collection[str], others: Collection[str] = TRAINERS_ARGUMENTS, *, dataset: str = "the dataset"
     ) -> None:
-        """Raise an error if the function has a required parameter that is neither a column nor an argument of the trainer.
+        """Raise an error if a required parameter is neither a column nor an argument of the trainer.
 
         Args:
-            columns: Names of the dataset columns that are passed to reward functions, without ``prompt``.
+            columns: Names of the dataset columns for reward functions, without ``prompt``.
             others: Names of the trainer's arguments, besides `ROWS`.
-            dataset: Name of the dataset, for the message.
+            dataset: Name of the dataset in the message.
         """
         for name, required in self.accepts.items():
             if required and name not in {*ROWS, *columns, *others}:
@@ -207,13 +206,13 @@ class RewardFunction:
 
 
 def reward_function(name: str, function: Callable, timeout: float | None = None) -> RewardFunction:
-    """Create a `RewardFunction`: read the function's signature, and if necessary wrap the function so that it runs on a thread
-        or as a coroutine.
+    """Create a `RewardFunction` from a function. Read its signature. If necessary, wrap the function to run on a thread or
+    as a coroutine.
 
     Args:
-        name: Unique name, for metrics and errors.
+        name: Unique name for metrics and errors.
         function: Synchronous, asynchronous or `parallel` function.
-        timeout: Maximum seconds of a call. A synchronous function with a timeout runs on a thread.
+        timeout: Maximum seconds of a call. With a timeout, a synchronous function runs on a thread.
     """
     bare = _bare(function)
     on_thread = getattr(bare, "runs_in_thread", False)
@@ -234,9 +233,10 @@ def reward_function(name: str, function: Callable, timeout: float | None = None)
 
 
 def parameters(function: Callable) -> tuple[dict[str, bool], bool]:
-    """Return the function's parameters as ``{name: is_required}``, and whether it accepts any keyword argument (``**kwargs``).
+    """Return the function's parameters as ``{name: is_required}``, and whether it accepts any keyword argument
+    (``**kwargs``).
 
-    If its signature cannot be read, a function is assumed to accept any keyword argument.
+    If the signature cannot be read, the function is assumed to accept any keyword argument.
     """
     try:
         found = inspect.signature(function).parameters.values()
@@ -254,19 +254,19 @@ def score(
     *,
     strict: bool = False,
 ) -> RewardTable:
-    """Call every function on one batch of completions, and check its rewards.
+    """Call all functions on a batch of completions, and check their rewards.
 
     Args:
-        functions: K functions. Synchronous functions run first, one after the other, on the calling thread. Concurrent
-            functions run after them, all at the same time.
-        weights: Weights ``(K,)``, stored in the returned table.
+        functions: K functions. Synchronous functions run first, one after another, on the calling thread. Concurrent
+            functions run afterwards, all at the same time.
+        weights: Weights ``(K,)`` for the table.
         rows: ``prompts``, ``completions``, ``completion_ids`` and the dataset's columns, with n values each.
-        always: Arguments that do not have one value per row (``trainer_state``, ``environments``).
+        always: Arguments without one value per row (``trainer_state``, ``environments``).
         strict: Whether a NaN reward is an error.
 
     Raises:
-        RewardError: A column does not have n values, or a function failed. The message contains the function's name. If
-            the reward of one row is invalid, the message also contains the row.
+        RewardError: A column does not have n values, or a function failed. The message contains the function's name. If the
+            reward of a row is invalid, the message also contains the row.
     """
     prompts = rows["prompts"]
     for name, column in rows.items():
@@ -297,7 +297,7 @@ def _results(
     always: Mapping[str, Any],
     extra: Mapping[str, dict[str, list[Any]]],
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Call the functions. Return the result of each function, before it is checked, and its duration in seconds, by name."""
+    """Call the functions. Return the unchecked result of each function, and its duration in seconds. The keys are names."""
     count = len(rows["prompts"])
     results: dict[str, Any] = {}
     seconds: dict[str, float] = {}
@@ -315,10 +315,9 @@ def _results(
             with still_running([name], count):
                 result = results[name] = function.call(**arguments)
         except (MissingDependencyError, KeyboardInterrupt):
-            # Pass this error on unchanged, because its message already contains what to install.
+            # The error message already contains the package to install.
             raise
-        # Catch BaseException, because a function may raise CancelledError, GeneratorExit or SystemExit, which are not
-        # subclasses of Exception.
+        # A function may raise CancelledError, GeneratorExit or SystemExit. They are not subclasses of Exception.
         except BaseException as error:
             raise failure(function, error, rows["prompts"]) from error
         seconds[name] = time.perf_counter() - began
@@ -338,9 +337,7 @@ def _results(
 
 
 def accepted(function: RewardFunction, rows: Mapping[str, list[Any]], always: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for a function. Rows are copied, so that a function that changes them does not affect other
-    functions.
-    """
+    """Return the arguments for a function. Rows are copied, so that changes by a function do not affect other functions."""
     function.check_columns([column for column in rows if column not in ROWS], always)
     taken = {
         name: value for name, value in {**rows, **always}.items() if function.takes_all or name in function.accepts
@@ -355,8 +352,8 @@ def _log_extra(name: str, extra: dict[str, list[Any]], count: int, column: str, 
 
 
 def merged(extra: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Merge the columns that functions have logged, in the order of the functions. If two functions use the same column
-    name, the second gets the function's name as prefix.
+    """Merge the columns that functions have logged, in the order of the functions. If a column name is already in use, the
+    function's name is added as a prefix.
     """
     columns: dict[str, list[Any]] = {}
     for name, logged in extra.items():
@@ -367,7 +364,7 @@ def merged(extra: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[Any]]
 
 
 def failure(function: RewardFunction, error: BaseException, prompts: Sequence[Any]) -> RewardError:
-    """Convert an exception raised by a reward function to a `RewardError` with the function's name, the cause and a fix."""
+    """Convert an exception of a reward function to a `RewardError` with the function's name, the cause and a fix."""
     name, timeout = function.name, function.timeout
     first = f"(first prompt: {head(prompts[0]) if prompts else 'none'})"
     if timeout is not None and isinstance(error, TimeoutError) and not str(error):
@@ -379,7 +376,7 @@ def failure(function: RewardFunction, error: BaseException, prompts: Sequence[An
         return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} {first}.")
     place = raised_at(error, besides=__file__)
     place = f" at {place}" if place else ""
-    # Network errors are detected by words in the name of the error class, because httpx, requests, aiohttp and openai have no
+    # Network errors are detected by words in the names of their classes, because httpx, requests, aiohttp and openai have no
     # common base class.
     network = isinstance(error, ConnectionError) or any(word in type(error).__name__ for word in NETWORK)
     fix = (
@@ -392,11 +389,11 @@ def failure(function: RewardFunction, error: BaseException, prompts: Sequence[An
 
 
 def checked(name: str, result: Any, prompts: Sequence[Any], strict: bool) -> list[float | None]:
-    """Check the result of a reward function, and convert it to a list with a float or None per row.
+    """Check the result of a reward function. Convert it to a list with a float or None for each row.
 
     Raises:
-        RewardError: The result is not a sequence of n values, or a value is neither a finite number nor None. NaN is an error
-            only with ``strict``.
+        RewardError: The result is not a sequence of n values, or a value is neither a finite number nor None. NaN is an
+            error only with ``strict``.
     """
     n, shape = len(prompts), tuple(getattr(result, "shape", ()))
     rewards = result.tolist() if hasattr(result, "tolist") else result
@@ -428,7 +425,7 @@ def _number(name: str, row: int, value: object, prompts: Sequence[Any], strict: 
 
 
 def _copy(value: object) -> Any:
-    """Copy lists and dicts recursively, keeping their types. Other values, such as images, are not copied."""
+    """Copy lists and dicts recursively, and keep their types. Other values, such as images, are not copied."""
     if not isinstance(value, list | Mapping):
         return value
     # copy.copy also copies the attributes of a parsed message (`ParsedMessage.raw`).
@@ -442,12 +439,12 @@ def _copy(value: object) -> Any:
 # Warnings about long calls ------------------------------------------------------------------------------------------------
 
 SECONDS_UNTIL_LOGGED = 60.0
-NETWORK = ("Connect", "Timeout", "Network", "Protocol")  # Words that occur in the class names of network errors.
+NETWORK = ("Connect", "Timeout", "Network", "Protocol")  # Words in the class names of network errors.
 
 
 @contextlib.contextmanager
 def still_running(names: Sequence[str], rows: int) -> Iterator[None]:
-    """Log a warning after 1, 2, 4, 8, ... minutes while the ``with`` block is running."""
+    """Log a warning while the ``with`` block is running: after 1, 2, 4, 8, ... minutes."""
     done = threading.Event()
 
     def log_wait() -> None:
@@ -470,14 +467,14 @@ def still_running(names: Sequence[str], rows: int) -> Iterator[None]:
 
 
 def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
-    """Run ``work`` on a new daemon thread. Threads of a pool are not daemons, so a hanging one would block the exit."""
+    """Run ``work`` on a new daemon thread. Threads of a pool are not daemons, so they could block the exit."""
     future: concurrent.futures.Future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(work())
-        # `Future.result` raises the exception again in the calling thread.
+        # `Future.result` raises this exception in the calling thread.
         except BaseException as error:
             future.set_exception(error)
 
@@ -486,7 +483,7 @@ def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
 
 
 async def _contained(task: Callable[[], Awaitable]) -> Any:
-    """Await a task. A SystemExit is returned and not raised, because it would stop the event loop's thread."""
+    """Await a task. A SystemExit is returned, because raising it would stop the thread of the event loop."""
     try:
         return await task()
     except SystemExit as error:
@@ -496,13 +493,13 @@ async def _contained(task: Callable[[], Awaitable]) -> Any:
 def run_concurrently(
     tasks: Mapping[str, Callable[[], Awaitable]], timeout: float | None
 ) -> dict[str, tuple[Any, float]]:
-    """Run all tasks concurrently on one event loop.
+    """Run all tasks concurrently on an event loop.
 
-    The loop is reused by later calls, so that clients keep their connections. If a task blocks the loop, the loop is abandoned
-    and later calls get a new one.
+    Later calls use the same loop, so that clients keep their connections. If a task blocks the loop, later calls use a new
+    loop.
 
     Args:
-        tasks: Functions that create the awaitables, by name.
+        tasks: Functions that create the awaitables. The key is a name.
         timeout: Maximum seconds per task. None means no limit.
 
     Returns:
@@ -538,7 +535,7 @@ def run_concurrently(
     return outcomes
 
 
-# Event loops by process id. A forked child needs its own loop, because the thread of its parent's loop does not exist in it.
+# Event loop of each process id. A forked process needs its own loop, because fork does not copy the thread of the loop.
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 
 

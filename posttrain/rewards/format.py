@@ -1,4 +1,4 @@
-"""Rewards for the format and length of a completion."""
+"""Rewards for the format and the length of a completion."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from posttrain.rewards.texts import CLOSE, OPEN, text_with_reasoning
 def think_format_reward(
     completions: Sequence[Any], prompt_suffixes: Sequence[str] | None = None, **_: Any
 ) -> list[float]:
-    """Return 1.0 for a text that begins with ``<think>``, contains ``</think>``, and has no second ``<think>``; else 0.0.
+    """Return 1.0 for a text that begins with ``<think>``, contains ``</think>``, and has no second ``<think>``. Otherwise
+    return 0.0.
 
     Args:
         completions: Strings or lists of messages.
-        prompt_suffixes: The end of each rendered prompt. Chat templates of some reasoning models end with an open ``<think>``.
-            The completion then does not need to repeat the tag.
+        prompt_suffixes: End of each rendered prompt. Some chat templates for reasoning models end with an open ``<think>``.
+            The completion then does not need the tag.
 
     >>> think_format_reward(["<think>why</think>42", "42", " <think>a</think>"])
     [1.0, 0.0, 0.0]
@@ -32,7 +33,7 @@ def think_format_reward(
 
 
 def _opened(suffix: str) -> str:
-    """Return the part of ``suffix`` that starts with an unclosed ``<think>``, or an empty string."""
+    """Return the part of ``suffix`` from an unclosed ``<think>``. If there is none, return an empty string."""
     start = suffix.rfind(OPEN)
     return suffix[start:] if start >= 0 and CLOSE not in suffix[start:] else ""
 
@@ -40,13 +41,13 @@ def _opened(suffix: str) -> str:
 class SoftOverlongPunishment:
     """Penalty for long completions.
 
-    The penalty is 0 for up to ``max_completion_len - soft_punish_cache`` tokens. Above this length, the penalty falls
-    linearly to -1 at ``max_completion_len`` tokens, and stays at -1 for longer completions.
+    The penalty is 0 for up to ``max_completion_len - soft_punish_cache`` tokens. Then it falls linearly to -1 at
+    ``max_completion_len`` tokens. It is -1 for longer completions.
 
     Args:
-        max_completion_len: Number of tokens at which the penalty reaches -1. This number should be at most the
-            trainer's ``max_completion_length``, because otherwise no completion gets the full penalty.
-        soft_punish_cache: Number of tokens over which the penalty falls from 0 to -1. With 0, the penalty is a step function.
+        max_completion_len: Number of tokens at which the penalty reaches -1. It should be at most the trainer's
+            ``max_completion_length``. Otherwise no completion gets the full penalty.
+        soft_punish_cache: Number of tokens in which the penalty falls from 0 to -1. With 0, the penalty is a step function.
 
     Reference: DAPO, arXiv:2503.14476, equation 13.
     """
@@ -61,7 +62,7 @@ class SoftOverlongPunishment:
         self.limit, self.cache = max_completion_len, soft_punish_cache
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """Return the penalty of each completion, which depends on its number of tokens."""
+        """Return the penalty of each completion. It depends on the number of tokens."""
         return [self._punish(len(ids)) for ids in completion_ids]
 
     def _punish(self, length: int) -> float:
@@ -81,14 +82,14 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 
 class CosineScaledReward:
-    """Accuracy reward that depends on the length of the completion. Short correct answers get a larger reward than long correct
-    answers. Short wrong answers get a smaller reward than long wrong answers.
+    """Accuracy reward that depends on the length of a completion. Short correct answers get a larger reward than long ones.
+    Short wrong answers get a smaller reward than long ones.
 
-    The reward is ``lo + (hi - lo) / 2 * (1 + cos(pi * p))`` with ``p = min(tokens / max_len, 1)``. For a correct answer, ``lo,
-    hi = min_value_correct, max_value_correct``. For a wrong answer, ``lo, hi = max_value_wrong, min_value_wrong``. If
-    `accuracy_reward` returns None for a completion, this reward is None too.
+    The reward is ``lo + (hi - lo) / 2 * (1 + cos(pi * p))`` with ``p = min(tokens / max_len, 1)``. For a correct answer,
+    ``lo, hi = min_value_correct, max_value_correct``. For a wrong answer, ``lo, hi = max_value_wrong, min_value_wrong``. If
+    `accuracy_reward` returns None, this reward is also None.
 
-    Example with the defaults and ``max_len=100``: correct answers of 0, 25, 50, 75, 100 and 200 tokens get 1, 0.92678, 0.75,
+    With the defaults and ``max_len=100``, correct answers of 0, 25, 50, 75, 100 and 200 tokens get 1, 0.92678, 0.75,
     0.57322, 0.5 and 0.5. Wrong answers get the negatives of these values.
 
     Reference: Demystifying long chain-of-thought reasoning, arXiv:2502.03373, section 4.
@@ -113,7 +114,7 @@ class CosineScaledReward:
     def __call__(
         self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], solution: Sequence[Any], **_: Any
     ) -> list[float | None]:
-        """Return one reward (a number or None) per completion."""
+        """Return a number or None for each completion."""
         from posttrain.rewards.math import accuracy_reward
 
         right = accuracy_reward(completions, solution)
@@ -139,12 +140,11 @@ def get_cosine_scaled_reward(
 
 
 class RepetitionPenalty:
-    """Penalty ``(1 - distinct / all) * max_penalty`` for repeated token n-grams. Texts shorter than one n-gram get 0.
+    """Penalty ``(1 - distinct / all) * max_penalty`` for repeated n-grams of tokens. Texts shorter than an n-gram get 0.
 
     Args:
-        ngram_size: Number of tokens per n-gram, at least 1.
-        max_penalty: Value that the penalty approaches if a completion repeats the same n-gram endlessly. It must be 0 or
-            negative.
+        ngram_size: Number of tokens of an n-gram, at least 1.
+        max_penalty: Limit of the penalty for a completion that repeats an n-gram endlessly. It must be 0 or negative.
 
     Reference: Demystifying long chain-of-thought reasoning, arXiv:2502.03373, appendix.
     """

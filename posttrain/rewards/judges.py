@@ -1,4 +1,4 @@
-"""Judges, for example language models, that compare, rank or check completions. `JudgeReward` converts a judge to a reward
+"""Judges compare, rank or check completions. A judge can be a language model. `JudgeReward` converts a judge to a reward
 function.
 """
 
@@ -17,7 +17,9 @@ NO_VERDICT = -1
 
 
 def as_text(value: object) -> str:
-    """Convert a prompt or a completion to text. A string is returned unchanged. Messages are listed with their roles."""
+    """Convert a prompt or a completion to text. A string is returned unchanged. For several messages, the text contains
+    their roles.
+    """
     if isinstance(value, str):
         return value
     if len(value) == 1:
@@ -26,7 +28,7 @@ def as_text(value: object) -> str:
 
 
 def _content_text(message: Mapping[str, Any]) -> str:
-    """Return the content of a message as text. Each image is replaced with ``[image]``."""
+    """Return the content of a message as text. The text contains ``[image]`` for each image."""
     content = message.get("content") or ""
     return (
         str(content) if not isinstance(content, list) else "".join(b.get("text") or f"[{b['type']}]" for b in content)
@@ -34,16 +36,16 @@ def _content_text(message: Mapping[str, Any]) -> str:
 
 
 def _addresses(prompt: Any) -> list[str]:
-    """Return the images of a prompt in order, each as a ``data:`` URL of a PNG file."""
+    """Return the images of a prompt in order. Each image is a ``data:`` URL of a PNG file."""
     return [] if isinstance(prompt, str) else plugins.module("extensions.images.picture").png_addresses(prompt)
 
 
 class BaseJudge(ABC):
-    """Base class of all judges. A judge has the method ``judge``, which returns verdicts.
+    """Base class of all judges. The method ``judge`` of a judge returns verdicts.
 
     Attributes:
-        vision: Whether ``judge`` accepts ``images``, a list of ``data:`` URLs per prompt. If False, rows with images are not
-            passed to the judge.
+        vision: Whether ``judge`` accepts ``images``, a list of ``data:`` URLs for each prompt. If False, the judge gets no
+            rows with images.
     """
 
     vision: bool = False
@@ -55,7 +57,7 @@ class BaseJudge(ABC):
         Args:
             prompts: n texts.
             completions: n texts or n lists of texts, depending on the subclass.
-            shuffle_order: Whether to show the completions of a prompt in random order. This avoids a position bias.
+            shuffle_order: Whether to show the completions of a prompt in random order, to avoid a position bias.
         """
 
 
@@ -64,7 +66,7 @@ class BaseRankJudge(BaseJudge):
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[list[int]]:
-        """Return one ranking per prompt: the indices of its completions, best completion first."""
+        """Return a ranking for each prompt: the indices of its completions, best completion first."""
 
 
 class BasePairwiseJudge(BaseJudge):
@@ -72,7 +74,9 @@ class BasePairwiseJudge(BaseJudge):
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
-        """Return one verdict per prompt: the index (0 or 1) of the better completion, or -1 if the judge could not decide."""
+        """Return a verdict for each prompt: the index of the better completion (0 or 1), or -1 if the judge could not
+        decide.
+        """
 
 
 class BaseBinaryJudge(BaseJudge):
@@ -86,7 +90,7 @@ class BaseBinaryJudge(BaseJudge):
         gold_completions: list[str] | None = None,
         shuffle_order: bool = True,
     ) -> list[int]:
-        """Return one verdict per completion: 1 if it meets the criterion, 0 if it does not, -1 if the judge failed."""
+        """Return a verdict for each completion: 1 if it meets the criterion, 0 if it does not, -1 if the judge failed."""
 
 
 class JudgeReward:
@@ -94,15 +98,15 @@ class JudgeReward:
 
     The reward depends on the type of judge:
 
-    - pairwise: 1 for the better completion and 0 for the worse one, or 0.5 for both if there is no verdict;
+    - pairwise: 1 for the better completion and 0 for the worse one. Without a verdict, each gets 0.5;
     - rank: evenly spaced rewards, from 1 for the best completion of a group to 0 for the worst one;
     - binary: 1 or 0. If the judge failed for a completion, all completions of its group get 0.5.
 
     Args:
         judge: `BasePairwiseJudge` (groups of two), `BaseRankJudge` or `BaseBinaryJudge`.
-        group_size: Number of completions per prompt. The completions of a prompt are in consecutive rows.
-        halves: Order of rows if ``group_size`` is 2. True: the first completions of all prompts, followed by the second
-            completions of all prompts. False: the two completions of a prompt are in consecutive rows.
+        group_size: Number of completions per prompt. The completions of a prompt are consecutive rows.
+        halves: Order of rows if ``group_size`` is 2. True: first completions of all prompts, then second completions of all
+            prompts. False: the completions of a prompt are consecutive rows.
 
     >>> class Longer(BasePairwiseJudge):
     ...     def judge(self, prompts, completions, shuffle_order=True):
@@ -111,8 +115,8 @@ class JudgeReward:
     [0.0, 1.0]
     """
 
-    # Marks this function like the decorator `parallel`, so that other reward functions run while the judge waits for its
-    # server.
+    # This attribute has the same effect as the decorator `parallel`. Other reward functions run while the judge waits for
+    # its server.
     runs_in_thread = True
 
     def __init__(self, judge: BaseJudge, *, group_size: int = 2, halves: bool = False) -> None:
@@ -131,7 +135,7 @@ class JudgeReward:
     def __call__(
         self, prompts: list[Any], completions: list[Any], gold_completions: list[Any] | None = None, **_: Any
     ) -> list[float]:
-        """Return one reward in [0, 1] per completion.
+        """Return a reward in [0, 1] for each completion.
 
         Raises:
             RewardError: The judge returned an invalid verdict or the wrong number of verdicts.
@@ -163,7 +167,7 @@ class JudgeReward:
         return [reward for _, reward in sorted(pairs)]
 
     def _groups(self, count: int) -> list[list[int]]:
-        size = min(self.group_size, count)  # A trial call before training may have fewer rows than a group.
+        size = min(self.group_size, count)  # A dry run may have fewer rows than a group.
         if size == 0 or count % size:
             raise RewardError(
                 f"{self.__name__} got {count} completions, which is not a multiple of group_size={self.group_size}."
@@ -195,24 +199,24 @@ class JudgeReward:
 class PairRewards(RewardRunner):
     """Reward runner for trainers that compare two completions per prompt.
 
-    Rows are passed to reward functions in another order: the first completions of all prompts, followed by the second
-    completions of all prompts. Rewards are returned in the original order.
+    Reward functions get the rows in another order: first completions of all prompts, then second completions of all prompts.
+    Rewards are returned in the original order.
 
     Attributes:
-        pairs: Whether the two completions of a prompt are in consecutive rows. If False, rows are not reordered.
+        pairs: Whether the two completions of a prompt are consecutive rows. If False, rows are not reordered.
     """
 
     pairs = True
 
     def rows_again(self, count: int) -> list[int]:
-        """Return the indices of the rows to score twice: all rows of the first two prompts, because a judge needs both
-        completions of a prompt.
+        """Return the indices of the rows that are scored twice. A judge needs both completions of a prompt, so all rows of
+        the first two prompts are scored.
         """
         half = count // 2
         return [0, 1, half, half + 1] if self.pairs and half > 1 else super().rows_again(count)
 
     def __call__(self, *, prompts: list[Any], **rows: Any) -> RewardTable:
-        """Score rows like `RewardRunner`, but pass them to the functions in the order ``0, 2, 4, ..., 1, 3, 5, ...``."""
+        """Score rows like `RewardRunner`. Reward functions get them in the order ``0, 2, 4, ..., 1, 3, 5, ...``."""
         count = len(prompts)
         if not self.pairs or count % 2:
             return super().__call__(prompts=prompts, **rows)

@@ -1,4 +1,4 @@
-"""Reward functions that compare answers to mathematical questions with a reference answer."""
+"""Reward functions that compare answers to mathematical questions with reference answers."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ WRAPPERS = [
     (re.compile(r"^\\\[(.*)\\\]$", re.S), r"\1"),
     (re.compile(r"^\*\*(.*)\*\*$", re.S), r"\1"),
     (re.compile(r'^"(.*)"$', re.S), r"\1"),
-    # Matches the answer to a multiple-choice question, so that (B) becomes B.
+    # Answer to a multiple-choice question: (B) becomes B.
     (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),
 ]
 BRACE = re.compile(r"[{}]")
-# Maximum number of iterations in `bare`. Without this limit, an answer with thousands of nested wrappers would take minutes.
+# Maximum number of iterations in `bare`. Otherwise an answer with thousands of nested wrappers would take minutes.
 LAYERS = 8
-# Matches separators between the boxes of a list of answers.
+# Separators between the boxes of a list of answers.
 LISTED = re.compile(r"[\s$]*(?:,|(?:,\s*)?(?:and|or))[\s$]*")
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}`` with balanced braces, or None if there is no box.
+    r"""Return the content of the last ``\boxed{...}`` with balanced braces. If there is no box, return None.
 
     >>> boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -49,7 +49,7 @@ def boxed(text: str) -> str | None:
 
 
 def answer_box(text: str) -> str | None:
-    r"""Return the content of the last box, or None if the last box is part of a list of boxes.
+    r"""Return the content of the last box. If the last box is part of a list of boxes, return None.
 
     >>> answer_box(r"first \boxed{1}, so in the end \boxed{2}"), answer_box(r"\boxed{1} or \boxed{2}")
     ('2', None)
@@ -61,7 +61,7 @@ def answer_box(text: str) -> str | None:
 
 
 def _closing(text: str, opening: int) -> int | None:
-    """Return the position of the brace that closes the brace at ``opening``, or None."""
+    """Return the position of the brace that closes the brace at ``opening``. If there is none, return None."""
     depth = 0
     for brace in BRACE.finditer(text, opening):
         depth += 1 if brace[0] == "{" else -1
@@ -71,7 +71,7 @@ def _closing(text: str, opening: int) -> int | None:
 
 
 def bare(answer: object) -> str:
-    """Remove the box, dollar signs, formatting and the final period from an answer, repeatedly if they are nested."""
+    """Remove the box, dollar signs, formatting and the final period from an answer. Nested wrappers are removed, too."""
     text = str(answer).strip()
     for _ in range(LAYERS):
         before = text
@@ -89,15 +89,15 @@ def bare(answer: object) -> str:
 def answers_match(pred: Any, gold: Any) -> bool | None:
     r"""Return whether an answer equals the reference answer.
 
-    If the reference is a word or a date, answer and reference are compared as text, without regard to case. Otherwise,
-    math-verify compares them as formulas.
+    If the reference is a word or a date, answer and reference are compared as text. Case is ignored. Otherwise math-verify
+    compares them as formulas.
 
     Args:
-        pred: The answer. None and an empty answer do not match any reference.
-        gold: The reference.
+        pred: Answer. None and an empty answer do not match any reference.
+        gold: Reference answer.
 
     Returns:
-        True or False, or None if the reference is empty or cannot be parsed.
+        True or False. None if the reference is empty or cannot be parsed.
 
     Raises:
         MissingDependencyError: math-verify is not installed.
@@ -111,23 +111,22 @@ def answers_match(pred: Any, gold: Any) -> bool | None:
 
 
 UNPARSEABLE, SKIPPED, INCOMPLETE, TIMED_OUT = "[unparseable]", "[skipped]", "[incomplete reasoning]", "[timed out]"
-# Maximum time for parsing or comparing one formula, in seconds.
+# Maximum seconds for parsing or comparing a formula.
 FORMULA_SECONDS = 5.0
-# Maximum length in characters and maximum bracket depth of a text that is parsed. The parser's time grows exponentially with
-# the depth of open brackets.
+# Maximum number of characters and maximum bracket depth of a parsed text. The parser's time grows exponentially with the
+# depth.
 FORMULA_CHARS, FORMULA_DEPTH = 1000, 20
-# Matches words and dates, which must not be parsed as formulas. As formulas, "yes" and "sey" would be the same product of y, e
-# and s.
+# Words and dates. They must not be parsed as formulas. As formulas, "yes" and "sey" would be the same product of y, e and s.
 WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*|\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}", re.S)
-# If this number of consecutive batches contains no answer that can be parsed, a warning explains the expected format.
+# Number of consecutive batches without a parseable answer after which a warning explains the expected format.
 SILENT_BATCHES = 3
 _silent_batches = 0
 _warned: set[str] = set()
 
 
 class Verdict(NamedTuple):
-    """Result for one completion: its reward (None if the reference cannot be parsed), the parsed reference and the parsed
-    answer.
+    """Result for a completion: its reward, the parsed reference and the parsed answer. The reward is None if the reference
+    cannot be parsed.
     """
 
     reward: float | None
@@ -143,21 +142,21 @@ def accuracy_reward(
     lenient: bool = False,
     **_: Any,
 ) -> list[float | None]:
-    r"""Return 1 for each completion whose answer is mathematically equal to the reference, else 0.
+    r"""Return 1 for each completion whose answer is mathematically equal to the reference. Otherwise return 0.
 
-    The answer must be in ``\boxed{...}`` or follow an announcement such as "The final answer is $42$".
+    The answer must be in ``\boxed{...}``, or follow an announcement such as "The final answer is $42$".
 
     Args:
         completions: n strings or lists of messages. In a list, the last assistant message with content is scored.
-        solution: n references. A reference is a formula, a number, or a text that ends in one.
+        solution: n references. A reference is a formula, a number, or a text that ends in a formula or number.
         log_extra: Function that logs the columns ``solution``, ``gold_parsed`` and ``answer_parsed``.
-        lenient: Whether to accept answers that are not announced ("The answer is 42." or "42").
+        lenient: Whether to accept answers without an announcement ("The answer is 42." or "42").
 
     Returns:
-        1.0, 0.0, or None if the reference cannot be parsed. Only the last 1,000 characters before the end of the last box are
-        parsed. A longer box is compared as text. The comparison runs in a separate process. If a comparison takes
-        longer than `FORMULA_SECONDS` (5 s), the process is killed and the answer counts as wrong. Even short formulas
-        can take this long, e.g. ``x^x^x...`` with 250 characters.
+        1.0 or 0.0. None if the reference cannot be parsed. At most 1,000 characters are parsed, up to the end of the last
+        box. A longer box is compared as text. The comparison runs in a separate process. If it takes longer than
+        `FORMULA_SECONDS` (5 s), the process is killed, and the answer counts as wrong. Even short formulas can take this
+        long, e.g. ``x^x^x...`` with 250 characters.
 
         Examples for the reference ``42``:
 
@@ -165,8 +164,8 @@ def accuracy_reward(
         - ``The answer is 42.`` gets 0, or 1 with ``lenient``;
         - ``\boxed{41} or \boxed{42}`` gets 0, because it is a list of answers.
 
-        For the reference ``0.5``, ``\boxed{50\%}`` and ``\boxed{1/2}`` get 1. For the reference ``yes``, ``\boxed{Yes}`` gets 1
-        and ``\boxed{no}`` gets 0.
+        For the reference ``0.5``, ``\boxed{50\%}`` and ``\boxed{1/2}`` get 1. For the reference ``yes``, ``\boxed{Yes}``
+        gets 1 and ``\boxed{no}`` gets 0.
 
     Raises:
         MissingDependencyError: math-verify is not installed.
@@ -187,19 +186,18 @@ def reasoning_accuracy_reward(
     log_extra: Callable[[str, list], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    r"""Score the text after the reasoning with `accuracy_reward`. If the reasoning of a completion does not end, its reward is
-    0.
+    r"""Score the text after the reasoning with `accuracy_reward`. If the reasoning does not end, the reward is 0.
 
     Args:
         completions: n strings or lists of messages.
         solution: n references.
         reasoning_delimiters: Texts that end the reasoning. The default is ``["</think>"]``. The answer starts after the last
             delimiter.
-        log_extra: Same as in `accuracy_reward`.
+        log_extra: Function that logs columns, as in `accuracy_reward`.
 
     Returns:
-        1.0, 0.0, or None if the reference cannot be parsed. Examples for the reference ``42``: ``why</think>\boxed{42}`` gets 1,
-        ``<think>\boxed{42}</think>so`` gets 0, and ``\boxed{42}`` gets 0 because it has no delimiter.
+        1.0 or 0.0. None if the reference cannot be parsed. Examples for the reference ``42``: ``why</think>\boxed{42}`` gets
+        1. ``<think>\boxed{42}</think>so`` gets 0. ``\boxed{42}`` gets 0, because it has no delimiter.
 
     Raises:
         MissingDependencyError: math-verify is not installed.
@@ -209,7 +207,7 @@ def reasoning_accuracy_reward(
     """
     texts = [text_with_reasoning(completion) for completion in completions]
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    # Index at which the answer starts in each text, or -1 if the text has no delimiter.
+    # Index of the answer in each text. It is -1 if the text has no delimiter.
     starts = [max((t.rfind(d) + len(d) for d in delimiters if d in t), default=-1) for t in texts]
     answers = [text[max(start, 0) :] for text, start in zip(texts, starts, strict=True)]
     verdicts = _judge(answers, solution, False, "reasoning_accuracy_reward")
@@ -229,7 +227,7 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
     golds = ["" if gold is None else str(gold).strip() for gold in solution]
     read = {gold for gold in golds if gold and _to_parse(gold) == gold}
     formulas = list(dict.fromkeys(gold for gold in golds if gold in read and not WORDS.fullmatch(bare(gold))))
-    # A reference whose parsing exceeds the time limit is compared as text.
+    # References that exceed the time limit for parsing are compared as text.
     shown_golds = in_time(math_verify.show_gold, [(gold,) for gold in formulas])
     parsed = {gold: shown for gold, shown in zip(formulas, shown_golds, strict=True) if shown and shown != TIMED_OUT}
     answers = {i: _to_parse(texts[i]) for i, gold in enumerate(golds) if gold in parsed}
@@ -241,17 +239,16 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
             verdicts.append(_judge_words(text, gold, lenient))
             continue
         answer, equal = (TIMED_OUT, False) if compared[i] == TIMED_OUT else compared[i] or ("", False)
-        # An answer that is identical to the reference is correct, even if the strict parser rejects it (e.g. \frac13).
+        # An answer with the same text as the reference is correct, even if the strict parser rejects it (e.g. \frac13).
         same = (answer_box(text) or "").strip() == gold
         verdicts.append(Verdict(float(equal or same), parsed[gold], answer or UNPARSEABLE))
     return verdicts
 
 
 def _to_parse(text: str) -> str | None:
-    """Truncate a text after its last box, and keep at most the last `FORMULA_CHARS` characters.
+    """Remove the text after the last box, and all but the last `FORMULA_CHARS` characters.
 
-    Return None if the box is longer than this, or if its brackets are nested deeper than `FORMULA_DEPTH`. The caller then
-    compares texts.
+    If the box is longer, or if brackets are nested deeper than `FORMULA_DEPTH`, return None. The caller then compares texts.
     """
     if len(text) > FORMULA_CHARS and (start := text.rfind("\\boxed{")) >= 0:
         closing = _closing(text, start + 6)
@@ -265,8 +262,8 @@ def _to_parse(text: str) -> str | None:
 
 
 def _judge_words(text: str, gold: str, lenient: bool) -> Verdict:
-    """Compare answer and reference as texts. This comparison is used for references that are words, and for texts too
-    long to be parsed.
+    """Compare answer and reference as texts. References that are words, and texts that are too long for parsing, are
+    compared in this way.
     """
     wanted = _plain(gold)
     if not wanted:
@@ -281,8 +278,8 @@ def _plain(text: str) -> str:
 
 
 def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
-    """Compute ``function(*call)`` for each call in worker processes. If a call takes too long, its process is killed and the
-    result is `TIMED_OUT`. If a call raises an error, the result is None.
+    """Compute ``function(*call)`` for each call in worker processes. If a call takes too long, its process is killed, and
+    its result is `TIMED_OUT`. If a call raises an error, its result is None.
     """
     expired = require("pebble", "math-verify").ProcessExpired
     results: list[Any] = []
@@ -302,33 +299,32 @@ def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
     return results
 
 
-# Process pools by process id. A forked child needs its own pool, because it cannot use its parent's.
+# Process pool of each process id. A forked process needs its own pool, because it cannot use the pool of its parent.
 _pools: dict[int, Any] = {}
 _starting = threading.Lock()
 
 
 def _pool() -> Any:
-    """Return the pool of worker processes that belongs to this process. The pool is created on the first call, and again after
-    a fork or a crash.
+    """Return the pool of worker processes for this process. It is created on the first call, and again after a fork or a
+    crash.
 
-    Workers are processes, because a process can always be killed when it takes too long. A thread cannot be stopped, and a
-    signal handler runs only in the main thread and does not interrupt native code. Workers are spawned and not forked, because
-    a fork would copy locks in their locked state, and the GPU context.
+    Workers are processes, because a process can always be killed. A thread cannot be stopped. A signal handler runs only in
+    the main thread, and does not interrupt native code. Workers are spawned, because a fork would copy held locks and the
+    GPU context.
     """
     with _starting:
         pool = _pools.get(os.getpid())
         if pool is None or not pool.active:
             workers = max(1, min(4, (os.cpu_count() or 1) // 2))
-            # Import modules in the initializer of a worker, because its duration does not count toward the timeout of the
-            # worker's first call.
+            # The initializer of a worker imports modules. Its duration does not count toward the timeout of the first call.
             options = {"initializer": math_verify.start_process, "context": math_verify.WithoutMain()}
             pool = _pools[os.getpid()] = require("pebble", "math-verify").ProcessPool(workers, **options)
         return pool
 
 
 def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
-    """Log a warning after `SILENT_BATCHES` consecutive batches without an answer that can be parsed. In this case, the
-    prompt probably does not request the expected format.
+    """Log a warning after `SILENT_BATCHES` consecutive batches without a parseable answer. The prompt then probably does not
+    request the expected format.
     """
     global _silent_batches
     judged = [text for text, verdict in zip(texts, verdicts, strict=True) if verdict.answer != SKIPPED]
@@ -346,7 +342,7 @@ def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
 def _logged(
     verdicts: Sequence[Verdict], solution: Sequence[Any], log_extra: Callable[[str, list], None] | None
 ) -> list[float | None]:
-    """Log the columns of `accuracy_reward` and return the rewards. Warn once about timeouts and unparseable references."""
+    """Log the columns of `accuracy_reward`, and return the rewards. Warn once about timeouts and unparseable references."""
     late, unread = (sum(verdict.answer == mark for verdict in verdicts) for mark in (TIMED_OUT, SKIPPED))
     if late:
         _warn_once(

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 PROBES = ("Yes.", "No.", "The answer is 42, because 6 times 7 is 42.", "zxq zxq zxq zxq zxq")
-# Equal scores are an error only for more than this number of different texts, because a few scores can be equal by chance or
+# Equal scores are an error only for more than this number of different texts. A few scores can be equal by chance or
 # rounding.
 TEXTS_BY_CHANCE = 3
 TOKENIZER = (
@@ -34,21 +34,21 @@ TOKENIZER = (
 
 
 class _RewardModel:
-    """Base class of reward models: a frozen classifier with one label that scores token ids. If all scores are equal,
-    an error is raised.
+    """Base class of reward models: a frozen classifier with one label that scores token ids. If all scores are equal, it
+    raises an error.
     """
 
     def __init__(self, model: nn.Module, pad_token_id: int, batch_size: int) -> None:
         self.model = model.eval().requires_grad_(False)
-        # Id of padding tokens. They are masked, so its value does not matter.
+        # Id of padding tokens. They are masked, so the value does not matter.
         self.pad_token_id, self.batch_size = pad_token_id, batch_size
         self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
         self.limit: int | None = context_length(model.config.get_text_config())
         self._cuts, self._alike_checked = 0, False
 
     def _fitting(self, ids: list[int]) -> list[int]:
-        """Return the last ``limit`` ids of a text that is longer than the model's context. A warning is logged for every
-        100th truncated text.
+        """Return the last ``limit`` ids of a text that is longer than the model's context. Log a warning for every 100th
+        truncated text.
         """
         if self.limit is not None and len(ids) > self.limit:
             self._cuts += 1
@@ -62,7 +62,7 @@ class _RewardModel:
 
     @torch.inference_mode()
     def _scores_of(self, rows: list[list[int]]) -> list[float]:
-        """Return one score per row, read at the row's last token. Padding is identified by position, not by token id."""
+        """Return the score at the last token of each row. Padding is identified by position, not by token id."""
         parts = (rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size))
         return [score for part in parts for score in self._forward(part)]
 
@@ -71,7 +71,8 @@ class _RewardModel:
         ids = torch.tensor([row + [self.pad_token_id] * (width - len(row)) for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
         head = getattr(self.model, "score", None)
-        # Encoder models pool by themselves, and virtual tokens change positions, so use the whole forward method.
+        # The whole forward method is needed for encoder models, which pool by themselves, and for virtual tokens, which
+        # change positions.
         if head is None or learns_prompts(self.model):
             return self.model(input_ids=ids, attention_mask=mask).logits.float()[:, 0].tolist()
         trunk = causal_lm(self.model).base_model
@@ -83,8 +84,7 @@ class _RewardModel:
         """Raise an error if all texts of a batch get the same score. Batches with few different texts are not checked.
 
         Raises:
-            RewardError: All scores are equal. The message ends with ``fix``, which contains another possible cause and what to
-                do.
+            RewardError: All scores are equal. The message ends with ``fix``: another possible cause, and advice.
         """
         different = len(set(texts))
         if different > TEXTS_BY_CHANCE and len(set(scores)) == 1:
@@ -98,21 +98,20 @@ class _RewardModel:
 class ModelReward(_RewardModel):
     """Reward function that scores prompt and completion with a reward model.
 
-    For plain text, the reward model reads prompt plus completion without additional special tokens. A conversation is rendered
-    with the reward model's chat template. Texts longer than the model's context are truncated from the left. The score is the
-    classifier's output at the last token that is not padding.
+    For plain text, the reward model reads prompt and completion without additional special tokens. Conversations are
+    rendered with the reward model's chat template. Texts longer than the model's context lose their beginning. The score is
+    the classifier's output at the last token that is not padding.
 
     Args:
         model: Folder, hub id, or loaded model with ``num_labels=1``.
-        tokenizer: The reward model's tokenizer. None loads the tokenizer from the model's folder.
-        policy_tokenizer: The policy's tokenizer. This tokenizer is used for a model that was built in memory and
-            therefore has no folder.
+        tokenizer: Tokenizer of the reward model. None loads the tokenizer from the model's folder.
+        policy_tokenizer: Tokenizer of the policy. It is used for a model that was built in memory. Such a model has no
+            folder.
         batch_size: Number of rows per forward pass.
-        trust_remote_code: Whether Python code from the repository of the model or its tokenizer may run. Used only if ``model``
-            is a string.
-        model_init_kwargs: Keyword arguments of ``from_pretrained``. Used only if ``model`` is a string.
-        chat_template_kwargs: Keyword arguments of the chat template. The arguments should be the same as for the
-            policy.
+        trust_remote_code: Whether Python code from the repository of the model or its tokenizer may run. It is used only if
+            ``model`` is a string.
+        model_init_kwargs: Keyword arguments of ``from_pretrained``. They are used only if ``model`` is a string.
+        chat_template_kwargs: Keyword arguments of the chat template. They should be the same as for the policy.
 
     Raises:
         ModelError: The folder cannot be loaded, or the model does not have exactly one label.
@@ -133,7 +132,7 @@ class ModelReward(_RewardModel):
     ) -> None:
         from transformers import AutoTokenizer
 
-        # Copy the dict, because the caller may pass the same dict to another trainer.
+        # The caller may pass the same dict to another trainer, so the dict is copied.
         init = dict(model_init_kwargs or {})
         init.setdefault("trust_remote_code", trust_remote_code)
         if isinstance(model, str):
@@ -165,13 +164,13 @@ class ModelReward(_RewardModel):
         self._calls_tools: bool | None = None
 
     def to(self, device: torch.device | str) -> ModelReward:
-        """Move the model to ``device`` and return self. A model that is distributed over several devices is not moved."""
+        """Move the model to ``device``, and return self. If several devices share the model, it is not moved."""
         if not getattr(self.model, "hf_device_map", None):
             self.model.to(device)
         return self
 
     def probe(self) -> list[float]:
-        """Score four short answers to one question and log the scores, so that users notice a wrong chat template or an
+        """Score four short answers to a question, and log the scores. Users can then notice a wrong chat template or an
         untrained head before training.
 
         Raises:
@@ -194,8 +193,7 @@ class ModelReward(_RewardModel):
         """Return one score per row.
 
         Raises:
-            RewardError: All texts of a batch got the same score. This is checked for the first batch that contains several
-                different texts.
+            RewardError: All texts of a batch got the same score. The first batch with several different texts is checked.
         """
         scores = self._scores(prompts, completions)
         if not self._alike_checked:
@@ -216,7 +214,7 @@ class ModelReward(_RewardModel):
         return self._fitting(ids)
 
     def _check_tools(self, completion: list[dict[str, Any]]) -> None:
-        """Raise an error if a completion contains tool calls or tool results that the chat template would drop."""
+        """Raise an error if the chat template would drop tool calls or tool results of a completion."""
         if not any(message.get("tool_calls") or message.get("role") == "tool" for message in completion):
             return
         if self._calls_tools is None:
@@ -229,10 +227,10 @@ class ModelReward(_RewardModel):
 
 
 class WholeTextReward(ModelReward):
-    """Reward model for plain text whose tokenizer adds special tokens to each text.
+    """Reward model for plain text. Its tokenizer adds special tokens to each text.
 
-    If the text already begins with the bos token, no second bos token is added. Conversations are rendered with the chat
-    template, as in `ModelReward`.
+    If a text already begins with the bos token, no second one is added. Conversations are rendered with the chat template,
+    as in `ModelReward`.
     """
 
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
@@ -245,11 +243,12 @@ class WholeTextReward(ModelReward):
 class TokenReward(_RewardModel):
     """Reward function that reads token ids instead of text.
 
-    The score is the classifier's output at the last token of the response, or of the prompt if the response is empty.
+    The score is the classifier's output at the last token of the response. If the response is empty, the last token of the
+    prompt is used.
 
     Args:
         model: Sequence classifier with one label and the same vocabulary as the policy.
-        pad_token_id: Id of padding tokens. Padding is masked, so the value does not affect the scores.
+        pad_token_id: Id of padding tokens. They are masked, so the value does not affect the scores.
         batch_size: Number of responses per forward pass.
     """
 
@@ -257,11 +256,11 @@ class TokenReward(_RewardModel):
         super().__init__(model, pad_token_id, batch_size)
 
     def __call__(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """Return one score per response. Sequences longer than the model's context are truncated from the left.
+        """Return one score per response. Sequences longer than the model's context lose their beginning.
 
         Raises:
-            RewardError: All responses of a batch got the same score. This is checked for the first batch that contains several
-                different responses.
+            RewardError: All responses of a batch got the same score. The first batch with several different responses is
+                checked.
         """
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         scores = self._scores_of([self._fitting(row) for row in rows])

@@ -1,4 +1,4 @@
-"""`RewardRunner`: call the reward functions of a training run and transform their rewards."""
+"""`RewardRunner`: call the reward functions of a training run, and transform their rewards."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from posttrain.rewards.call import (
 
 logger = logging.getLogger(__name__)
 
-# If the correlation of two reward functions is below this value, the log reports them, because their rewards mostly cancel in
-# the sum.
+# If the correlation of two reward functions is below this value, the log reports them. Their rewards mostly cancel in the
+# sum.
 OPPOSED_CORRELATION = -0.5
 # Number of rows of the first batch that are scored twice, to find reward functions that are not deterministic.
 ROWS_SCORED_TWICE = 4
@@ -44,8 +44,8 @@ Transform = Callable[[Tensor, Tensor], Tensor]
 
 
 def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
-    """Return the names of the transforms in ``reward_transform``, which is either one spec for all functions or a list with one
-    spec per function.
+    """Return the names of the transforms in ``reward_transform``: one spec for all functions, or a list with one spec per
+    function.
 
     >>> sorted(transform_names(["clip:0:1", None])), sorted(transform_names("rank"))
     (['clip', 'none'], ['rank'])
@@ -54,8 +54,8 @@ def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
 
 
 def parse_transform(spec: str | None) -> Transform | None:
-    """Create the transform function for a spec. The transform maps rewards ``(n,)`` and group numbers ``(n,)`` to
-    transformed rewards ``(n,)``.
+    """Create the transform for a spec. A transform is a function that converts rewards ``(n,)`` and group numbers ``(n,)``
+    to transformed rewards ``(n,)``.
 
     A reward of NaN (not scored) stays NaN. The specs are:
 
@@ -110,15 +110,16 @@ def _zscore(rewards: Tensor, groups: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RunningScale:
-    """Reward scaling ``r / std``, where std is the standard deviation of all rewards since the start of the run.
+    """Reward scaling ``r / std``. std is the standard deviation of all rewards since the start of the run.
 
     With this scaling, the size of updates does not depend on the unit of rewards. The mean is not subtracted, because a
-    baseline or a value function already does so, and because rewards would change their sign. The rewards of a training
-    generation are first added to the statistics (`add`) and then scaled. Evaluation does not change the statistics. As long as
-    all rewards are equal, they are not scaled.
+    baseline or a value function already subtracts it, and because rewards would change their sign. In training, rewards are
+    first added to the statistics (`add`), and then scaled. Evaluation does not change the statistics. While all rewards are
+    equal, they are not scaled.
 
     Attributes:
-        count, mean, squares: Number and mean of the rewards, and sum of squared deviations from the mean (Welford's algorithm).
+        count, mean, squares: Number and mean of the rewards, and sum of squared deviations from the mean (Welford's
+            algorithm).
 
     Reference: Implementation matters in deep policy gradients, arXiv:2005.12729, section 3, reward scaling.
 
@@ -132,7 +133,7 @@ class RunningScale:
     squares: float = 0.0
 
     def add(self, rewards: Tensor) -> RunningScale:
-        """Return a copy whose statistics also include the rewards ``(n,)``. NaN rewards are ignored."""
+        """Return a copy with the rewards ``(n,)`` added to the statistics. NaN rewards are ignored."""
         scored = rewards[~rewards.isnan()].double()
         if not len(scored):
             return self
@@ -141,13 +142,13 @@ class RunningScale:
         return RunningScale(count, self.mean + gap * len(scored) / count, self.squares + added)
 
     def __call__(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """Divide ``(n,)`` rewards by the current standard deviation."""
+        """Divide rewards ``(n,)`` by the current standard deviation."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
-        # A standard deviation that consists only of rounding errors is not used as divisor.
+        # If the standard deviation consists only of rounding errors, rewards are not divided.
         return rewards / std if std > 1e-6 * abs(self.mean) else rewards
 
 
-# For each transform: the syntax of its spec, and the function that creates it from the numbers in the spec.
+# Syntax of the spec of each transform, and function that creates the transform from the numbers in the spec.
 TRANSFORMS: dict[str, tuple[str, Callable[..., Transform | None]]] = {
     "none": ("none", lambda: None),
     "clip": ("clip:a:b", lambda a, b: lambda r, groups: r.clamp(a, b)),
@@ -163,12 +164,12 @@ TRANSFORMS: dict[str, tuple[str, Callable[..., Transform | None]]] = {
 
 
 def variance_shares(values: Tensor, weights: Tensor) -> Tensor:
-    """Compute each function's share of the reward variance, ``w_k^2 var(r_k) / sum_j w_j^2 var(r_j)``, ``(K,)``. If no function
-    has variance, all shares are 0.
+    """Compute each function's share of the reward variance: ``w_k^2 var(r_k) / sum_j w_j^2 var(r_j)``, ``(K,)``. If no
+    function has variance, all shares are 0.
 
     Args:
-        values: Rewards ``(n, K)``. NaN means that the function did not score the row.
-        weights: ``(K,)``.
+        values: Rewards ``(n, K)``. NaN means that a function did not score a row.
+        weights: Weights ``(K,)``.
 
     >>> variance_shares(torch.tensor([[0.0, 0.0], [3.0, 1.0]]), torch.tensor([1.0, 1.0])).tolist()
     [0.8999999761581421, 0.10000000149011612]
@@ -182,13 +183,13 @@ def variance_shares(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def correlation(one: Tensor, other: Tensor) -> float | None:
-    """Compute Pearson's correlation over the rows in which both values are not NaN. Return None if it is undefined.
+    """Compute Pearson's correlation over the rows in which neither value is NaN. If it is undefined, return None.
 
     The correlation is undefined for fewer than two rows and for constant values.
 
     Args:
-        one: Values ``(n,)``, NaN if unknown.
-        other: Values ``(n,)``, NaN if unknown.
+        one: Values ``(n,)``. NaN means unknown.
+        other: Values ``(n,)``. NaN means unknown.
 
     >>> correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0]))
     1.0
@@ -203,8 +204,8 @@ def correlation(one: Tensor, other: Tensor) -> float | None:
 
 
 def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> str:
-    """Return a line of text with each function's share of the variance and the pairs of functions whose rewards cancel each
-    other.
+    """Return a line of text with each function's share of the variance. It also lists pairs of functions whose rewards
+    cancel each other.
     """
     shares = variance_shares(values, weights)
     text = ", ".join(f"{name} {100 * float(share):.1f} %" for name, share in zip(names, shares, strict=True))
@@ -224,7 +225,7 @@ def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> st
 def unscorable(values: Tensor) -> dict[str, Metric]:
     """Return a metric with the number of rows that no function has scored. If all rows are scored, return an empty dict."""
     count = int(values.isnan().all(-1).sum())
-    # This metric is averaged over processes and not summed, because all processes count the same gathered rows.
+    # This metric is a mean over processes, not a sum, because all processes count the same gathered rows.
     return {"groups/unscorable": mean(float(count))} if count else {}
 
 
@@ -232,27 +233,27 @@ def unscorable(values: Tensor) -> dict[str, Metric]:
 
 
 class RewardRunner:
-    """Runner of the reward functions of a trainer. Invalid results and exceptions of functions are raised as `RewardError`.
+    """Calls the reward functions of a trainer. Invalid results and exceptions of functions are raised as `RewardError`.
 
-    A function is called as ``f(prompts=..., completions=..., completion_ids=..., **columns, trainer_state=..., log_extra=...,
-    log_metric=...)``. The function returns one number per row, or None for rows that it cannot score. A function
-    without ``**kwargs`` gets only the arguments that its signature names. Synchronous functions run first, one after
-    the other, on the calling thread. After them, asynchronous functions and functions with the decorator `parallel` run
-    at the same time.
+    A function is called as ``f(prompts=..., completions=..., completion_ids=..., **columns, trainer_state=...,
+    log_extra=..., log_metric=...)``. It returns a number for each row, or None for rows that it cannot score. A function
+    without ``**kwargs`` gets only the arguments in its signature. Synchronous functions run first, one after another, on the
+    calling thread. Asynchronous functions and functions with the decorator `parallel` run afterwards, all at the same time.
 
     Args:
-        reward_funcs: A callable, a sequence-classification model (or its id), or a list of them. The list is copied.
+        reward_funcs: Callable, sequence-classification model (or its id), or list of callables and models. The list is
+            copied.
         reward_weights: One weight per function. None: all weights are 1.
-        processing_classes: Tokenizers of reward models, one (or None) per function.
-        transforms: One transform per function, applied before the weights; see `parse_transform`. None: no transforms.
-        timeout: Maximum number of seconds that a function may need for a batch. None: no limit. With a timeout, synchronous
-            functions run on a separate thread.
+        processing_classes: One tokenizer (or None) per function, for reward models.
+        transforms: One transform per function, see `parse_transform`. It is applied before the weight. None: no transforms.
+        timeout: Maximum seconds of a function for a batch. None: no limit. With a timeout, synchronous functions run on a
+            separate thread.
         model_options: Keyword arguments of `posttrain.rewards.model.ModelReward`.
-        of_environments: Reward functions that read the rewards which environments compute. They have the weight 1.
-        score_twice: Whether 4 rows of the first batch are scored a second time, to log a warning if the rewards differ.
+        of_environments: Reward functions that return rewards computed by environments. They have the weight 1.
+        score_twice: Whether 4 rows of the first batch are scored twice. If the rewards differ, a warning is logged.
 
     Raises:
-        ConfigError: There is no reward function, or one of the lists does not have one entry per function.
+        ConfigError: There are no reward functions, or a list does not have one entry per function.
 
     >>> def length(completions, **kwargs):
     ...     return [len(text) for text in completions]
@@ -301,11 +302,11 @@ class RewardRunner:
             )
         self.transforms = [parse_transform(spec) for spec in self._specs]
         self.score_twice = score_twice
-        self._hidden: set[str] = set()  # Names of columns about which a warning has been logged.
+        self._hidden: set[str] = set()  # Columns with a logged warning.
 
     @property
     def weights(self) -> Tensor:
-        """Weights ``(K,)`` float32 of the functions. The weights can be changed during training."""
+        """Weights ``(K,)`` float32 of the functions. They can be changed during training."""
         return self._weights
 
     @weights.setter
@@ -319,8 +320,8 @@ class RewardRunner:
         self._weights = weights
 
     def start(self, device: torch.device | str) -> None:
-        """Prepare for training: move reward models to ``device``, score test texts with them, and log the weight of each
-            function if there are several.
+        """Prepare for training. Move reward models to ``device``, and score test texts. If there are several functions, log
+        their weights.
 
         Raises:
             RewardError: A reward model returns the same score for four different texts.
@@ -345,24 +346,23 @@ class RewardRunner:
         environments: list[Any] | None = None,
         strict: bool = False,
     ) -> RewardTable:
-        """Score the completions of this process. Transforms are applied later by `finish`, to the rows of all processes
-        together.
+        """Score the completions of this process. `finish` applies transforms later, to the rows of all processes together.
 
         Args:
             prompts: n strings, or lists of messages.
             completions: n strings, or lists of messages.
-            completion_ids: Unpadded token ids of the completions, including eos.
-            columns: Dataset columns, one value per row.
-            trainer_state: Passed to the functions.
-            prompt_suffixes: For each completion, the end of the rendered prompt, which may open a tag. Rewards for the format
-                need it.
-            environments: Passed to the functions if not None.
-            strict: Whether a reward of NaN is an error (as in a dry run). If False, NaN is treated like None, and its number is
-                logged as a metric.
+            completion_ids: Token ids of the completions without padding. They include eos.
+            columns: Dataset columns, with one value per row.
+            trainer_state: State of the trainer, for the functions.
+            prompt_suffixes: End of the rendered prompt of each completion. It may open a tag. Rewards for the format need
+                it.
+            environments: Environments for the functions. If None, they are not passed.
+            strict: Whether a reward of NaN is an error (as in a dry run). Otherwise NaN has the same effect as None, and the
+                number of NaN rewards is logged as a metric.
 
         Raises:
-            RewardError: A function failed. The message contains the function's name. If one row caused the error, it also
-                contains the row.
+            RewardError: A function failed. The message contains the function's name. If a row caused the error, the message
+                also contains the row.
         """
         optional = {"prompt_suffixes": prompt_suffixes, "environments": environments}
         always = {"trainer_state": trainer_state} | {k: v for k, v in optional.items() if v is not None}
@@ -376,8 +376,8 @@ class RewardRunner:
         return table
 
     def _passed(self, columns: Mapping[str, list[Any]], always: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Return the columns that are passed to reward functions. A column is not passed if the trainer has an argument of
-        the same name. A warning about it is logged once.
+        """Return the dataset columns for reward functions. If the trainer has an argument with the name of a column, the
+        column is excluded. A warning about it is logged once.
         """
         given = {*RESERVED[1:], *always, "log_extra", "log_metric"}
         for name in columns:
@@ -396,11 +396,11 @@ class RewardRunner:
         return {name: column for name, column in columns.items() if name not in given and name not in RESERVED}
 
     def rows_again(self, count: int) -> list[int]:
-        """Return the indices of the rows to score a second time, for a batch of ``count`` rows."""
+        """Return the indices of the rows that are scored twice, for a batch of ``count`` rows."""
         return list(range(min(ROWS_SCORED_TWICE, count)))
 
     def _compare_second(self, table: RewardTable, rows: dict[str, list[Any]], always: dict[str, Any]) -> None:
-        """Score a few rows a second time, and log a warning about functions whose two rewards differ."""
+        """Score a few rows again. Log a warning about functions whose two rewards differ."""
         again = self.rows_again(len(table.values))
         rows, always = (
             {name: [one[i] for i in again] if isinstance(one, list) else one for name, one in mapping.items()}
@@ -414,7 +414,7 @@ class RewardRunner:
             )
             return
         for name, before, after in zip(self.names, table.values[again].T.tolist(), second.T.tolist(), strict=True):
-            # Compare the values as text, because NaN (not scored) is not equal to itself.
+            # NaN (not scored) is not equal to itself, so the values are compared as text.
             pairs = [(a, b) for a, b in zip(before, after, strict=True) if str(a) != str(b)]
             if pairs:
                 logger.warning(
@@ -425,12 +425,12 @@ class RewardRunner:
                 )  # fmt: skip
 
     def finish(self, table: RewardTable, groups: Tensor, *, training: bool = True) -> RewardTable:
-        """Apply the transforms to the rewards of all processes, and add metrics for each function.
+        """Apply the transforms to the rewards of all processes. Add metrics for each function.
 
         Args:
             table: Table whose ``values`` contain the rows of all processes.
-            groups: ``(n,)`` group number of each row.
-            training: Whether this is a training generation. Only training generations update the statistics of running
+            groups: Group number ``(n,)`` of each row.
+            training: Whether the rows are a training generation. Only training generations update the statistics of running
                 transforms.
         """
         columns = list(zip(table.names, self.transforms, table.values.unbind(1), strict=True))
@@ -447,16 +447,16 @@ class RewardRunner:
         return replace(table, values=values, raw=table.values, metrics=metrics)
 
     def transformed(self, values: Tensor, groups: Tensor) -> Tensor:
-        """Apply the transforms to ``(n, K)`` rewards and return a new tensor. ``groups`` are ``(n,)`` group numbers."""
+        """Apply the transforms to rewards ``(n, K)``, and return a new tensor. ``groups`` are group numbers ``(n,)``."""
         columns = zip(values.unbind(1), self.transforms, strict=True)
         return torch.stack([raw if transform is None else transform(raw, groups) for raw, transform in columns], 1)
 
     def transforms_state(self) -> list[list[float] | None]:
-        """Return the state of each transform as JSON-serializable values for a checkpoint."""
+        """Return the state of each transform for a checkpoint, as JSON-serializable values."""
         return [list(astuple(one)) if isinstance(one, RunningScale) else None for one in self.transforms]
 
     def load_transforms(self, state: Sequence[Sequence[float] | None]) -> None:
-        """Restore the transforms from the return value of `transforms_state`."""
+        """Restore the transforms from the result of `transforms_state`."""
         for k, saved in enumerate(state):
             if isinstance(self.transforms[k], RunningScale) and saved is not None:
                 self.transforms[k] = RunningScale(int(saved[0]), *map(float, saved[1:]))
@@ -470,27 +470,26 @@ class RewardRunner:
         group: int = 2,
         max_steps: int = 1,
     ) -> None:
-        """Call every function once with made-up completions, before models and servers are loaded, to find errors early.
+        """Call every function once with made-up completions, to find errors before models and servers are loaded.
 
         Args:
             examples: First rows of the training set.
             conversational: Whether completions are messages.
-            evaluation: Evaluation sets with their names. Evaluation sets must also have the columns that the functions
-                need.
-            group: Number of completions per prompt. At least two completions are made up.
-            max_steps: ``trainer_state.max_steps``, as far as it is known. At least 1.
+            evaluation: Evaluation sets with their names. They must also have the columns that the functions need.
+            group: Number of completions per prompt. At least two completions are used.
+            max_steps: ``trainer_state.max_steps``, if it is known, at least 1.
 
         Raises:
-            RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few
-                values. The error is also raised if an evaluation set lacks a column that a function needs.
+            RewardError: A function raised an error, or returned an invalid result, e.g. a string, NaN, or too few values. Or
+                an evaluation set lacks a column that a function needs.
         """
         for name, dataset in evaluation:
             columns = known_columns(dataset)
             for function in self._calls if columns else ():
                 function.check_columns([c for c in columns if c not in RESERVED], dataset=name)
         rows = [row for row in examples if row.get("prompt")] or examples
-        # One group is used, because a function may compare the completions of a group. With one completion, a function that
-        # returns one number for the whole batch would not be detected.
+        # One group is used, because a function may compare the completions of a group. The group has at least two
+        # completions, to detect functions that return one number for a whole batch.
         count = max(2, group)
         rows = (rows * 2)[:2] if group == 1 else rows[:1] * count
         texts = (["0", "The answer is 1."] * count)[:count]

@@ -1,4 +1,4 @@
-"""Extract the text of a completion that a reward function scores."""
+"""Extract the text of a completion for reward functions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from posttrain.data.responses import ParsedMessage
 
 
 def completion_text(completion: Any) -> str:
-    """Return the text of a completion to score. A string is returned unchanged. From messages, the content of the last
-        assistant message that has content is returned.
+    """Return the scored text of a completion. A string is returned unchanged. For messages, this is the last assistant
+    message with content.
 
     >>> completion_text([{"role": "assistant", "content": "42"}, {"role": "tool", "content": "ok"}])
     '42'
@@ -23,8 +23,8 @@ def completion_text(completion: Any) -> str:
 
 
 def text_with_reasoning(completion: Any) -> str:
-    """Return `completion_text` preceded by the model's reasoning, which some tokenizers store in a separate field of the
-    message.
+    """Return `completion_text`, with the model's reasoning before it. Some tokenizers store the reasoning in a separate
+    field.
 
     >>> text_with_reasoning([{"role": "assistant", "reasoning_content": "why", "content": "42"}])
     '<think>why</think>42'
@@ -42,15 +42,15 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def _answer(messages: Sequence[Any]) -> Any:
-    """Return the last assistant message that has content. If none has content, return the last assistant message. If
-    there is no assistant message, return an empty dict.
+    """Return the last assistant message with content. If none has content, return the last assistant message. If there is no
+    assistant message, return an empty dict.
     """
     turns = [message for message in messages if message.get("role", "assistant") == "assistant"]
     return next((turn for turn in reversed(turns) if _content(turn).strip()), turns[-1] if turns else {})
 
 
 def _content(message: Any) -> str:
-    """Return the text of a message. If the content is a list of parts, the text parts are joined."""
+    """Return the text of a message. If its content is a list of parts, join the text parts."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content

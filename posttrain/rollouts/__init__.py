@@ -1,1 +1,1 @@
-"""Rollout engines: they sample completions from the policy."""
+"""Rollout engines, which sample completions from the policy."""

@@ -19,7 +19,7 @@ from posttrain.rollouts.shared_memory import write_tensors
 from posttrain.rollouts.shared_weights import Weights, checkpoint_weights, clean_name, plain_lora, renamed
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# Fields of peft's ``LoraConfig``, each with its neutral value. With these values, an adapter is a product ``scale B A`` with
+# Fields of peft's ``LoraConfig`` with their neutral values. With these values, an adapter is a product ``scale B A`` with
 # one rank and one scale.
 MORE = {
     "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False, "rank_pattern": {}, "alpha_pattern": {},
@@ -28,11 +28,11 @@ MORE = {
 
 
 def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None:
-    """Return the reason why a model's weights cannot be sent as a LoRA adapter. Return None if they can.
+    """Return the reason why the trained weights cannot be sent as a LoRA adapter, or None if they can.
 
     Args:
-        model: The trained model, wrapped or not.
-        layers: Last names of the layers for which the engine supports adapters. Empty: all linear layers.
+        model: The trained model, with or without wrappers.
+        layers: Last name components of the layers for which the engine supports adapters. Empty: all linear layers.
     """
     bare: Any = unwrapped(model)
     configs = adapters_of(bare)
@@ -48,7 +48,7 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
         return f"its adapter is {kind}"
     for name, neutral in MORE.items():
         value = getattr(config, name, neutral)
-        if value != neutral and (value or neutral):  # An empty collection has the same meaning as None.
+        if value != neutral and (value or neutral):  # An empty collection is equivalent to None.
             return f"its adapter has {name}={value!r}"
     if moves_base(config):
         return f"init_lora_weights={config.init_lora_weights!r} changed the base model"
@@ -58,8 +58,8 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
 
 
 def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
-    """Return the reason why the adapter of a layer cannot be sent, or None. The adapter may have an unsupported type,
-    or a weight of the base layer may be trained too.
+    """Return the reason why the adapter of a layer cannot be sent, or None. Possible reasons are an unsupported type of
+    adapter, or a trained weight of the base model.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -81,18 +81,18 @@ def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
 
 
 class AdapterWeights:
-    """The current tensors of a model's LoRA adapter, as an iterable of pairs with peft's names.
+    """Tensors of a model's LoRA adapter, as an iterable of pairs (peft's name, tensor).
 
-    If parameters are sharded, iteration is a collective operation: all ranks must iterate, even if only one rank sends.
+    If parameters are sharded, iteration is a collective operation. All ranks must iterate, even if only one rank sends.
 
     Args:
-        model: Model with an adapter that can be sent, for which `adapter_obstacle` returns None.
-        dtype: Dtype to cast tensors to. None: keep their dtype.
+        model: Model with an adapter that can be sent (`adapter_obstacle` returns None).
+        dtype: Dtype to which tensors are cast. None: tensors are not cast.
         most: Maximum rank that the engine supports.
 
     Attributes:
         rank: Rank of the adapter.
-        nbytes: Number of bytes that the last iteration yielded.
+        nbytes: Number of bytes of the tensors that the last iteration yielded.
 
     Raises:
         ConfigError: The rank is above ``most``.
@@ -132,7 +132,7 @@ class AdapterWeights:
         return Weights(self.model, dtype=self.dtype, checkpoint_names=checkpoint_names, adapters=False)
 
     def write(self, folder: Path) -> None:
-        """Write the adapter's config and weights to a folder in peft's format. The folder is created.
+        """Write the adapter's config and weights to a folder in peft's format. The folder is created if it does not exist.
 
         Raises:
             OSError: The disk is full.
@@ -143,8 +143,7 @@ class AdapterWeights:
 
 
 def read_adapter(folder: Path) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
-    """Read the scale of an adapter, and its matrices A ``(r, in)`` and B ``(out, r)`` by the name of the weight that
-    they change.
+    """Read the scale of an adapter, and the pair of matrices A ``(r, in)`` and B ``(out, r)`` for each weight, by its name.
 
     Raises:
         ModelError: The folder does not contain a LoRA adapter in peft's format.

@@ -1,4 +1,4 @@
-"""The interface of rollout engines: `RolloutEngine`, its `Capabilities`, and `ScriptedEngine` for tests."""
+"""Interface of rollout engines: `RolloutEngine`, its `Capabilities`, and `ScriptedEngine` for tests."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Properties of a rollout engine. Trainers decide only from these properties how to use an engine.
+    """Properties of a rollout engine. They determine how trainers use the engine.
 
-    The defaults are safe for an unknown engine. For example, the loss corrects the log-probs of such an engine by
-    importance sampling.
+    The defaults are safe for an unknown engine. For example, the loss corrects the log-probs of such an engine by importance
+    sampling.
 
     Attributes:
         in_process: Whether the engine runs in the trainer's process.
-        shares_weights: Whether the engine samples from the trained weights themselves. The log-probs of such an engine
-            need no correction.
-        needs_weight_sync: Whether the engine has a copy of the weights, so that every new version must be pushed with
+        shares_weights: Whether the engine samples from the trainer's own weights. If so, its log-probs need no correction.
+        needs_weight_sync: Whether the engine has a copy of the weights. If so, every new version must be pushed with
             `load_weights`.
-        main_process_only: Whether the main process sends the requests of all processes and pushes the weights.
-        has_logprobs: Whether log-probs come from a model. `ScriptedEngine` returns placeholders.
-        logprobs_match_training: Whether log-probs equal those of the training forward pass up to 1e-4 nats. This
-            requires float32 in both.
-        scores_sequences: Whether `RolloutEngine.score` is supported, which returns the log-probs of given sequences.
+        main_process_only: Whether only the main process calls the engine. It then sends the requests of all processes and
+            pushes the weights.
+        has_logprobs: Whether the log-probs come from a model. `ScriptedEngine` returns placeholders instead.
+        logprobs_match_training: Whether the log-probs equal those of the training forward pass up to 1e-4 nats. This
+            requires float32 in engine and trainer.
+        scores_sequences: Whether the engine supports `RolloutEngine.score`, which returns the log-probs of given sequences.
         prefix_cache: Whether `RolloutEngine.prefix_cache` keeps the KV cache between calls.
         sleeps: Whether `RolloutEngine.sleep` releases device memory until the next push or call.
-        checkpoint_names: Whether weights are pushed under the names in checkpoints instead of the model's parameter
+        checkpoint_names: Whether weights are pushed under the names in the checkpoint instead of the model's parameter
             names.
         pictures: Whether prompts may contain images (`Request.pictures`).
         unsupported: Fields of `Sampling` that the engine does not support. Values other than the default are rejected.
-        per_request_sampling: Whether a request may have its own `Sampling`, which differs from that of the call.
+        per_request_sampling: Whether a request may have its own `Sampling`, different from the call's `Sampling`.
         context: Maximum number of tokens of prompt and completion. None: the model's context length.
-        dtype: Dtype of the engine's copy of the weights. None: unknown, or there is no copy.
+        dtype: Dtype of the engine's copy of the weights. None: the dtype is unknown, or there is no copy.
         adapter_rank: Maximum rank of a LoRA adapter that can be pushed without merging
-            (`posttrain.rollouts.adapters.AdapterWeights`). None: weights are pushed merged.
-        adapter_layers: Last names of the layers for which adapters are supported. Empty: all linear layers.
+            (`posttrain.rollouts.adapters.AdapterWeights`). None: adapters are merged before weights are pushed.
+        adapter_layers: Last name components of the layers for which adapters are supported. Empty: all linear layers.
     """
 
     in_process: bool = False
@@ -72,18 +72,18 @@ class Capabilities:
 
 
 class RolloutEngine(abc.ABC):
-    """Base class of engines that sample completions. Engines must pass the tests in tests/rollouts/test_contract.py.
+    """Base class of engines that sample completions. An engine must pass the tests in tests/rollouts/test_contract.py.
 
     A subclass must define `generate`, `load_weights` and `close`, and set ``capabilities``. All other methods are
     optional.
 
     Attributes:
         name: Name of the engine in messages and records.
-        capabilities: See `Capabilities`. Capabilities are a class attribute, or a property if they depend on the model
-            or on servers.
+        capabilities: Properties of the engine. They are a class attribute, or a property if they depend on the model or on
+            servers.
         version: Version of the weights that were loaded last.
-        tokenizer: Tokenizer for stop strings and structured outputs. If the engine has no tokenizer, the trainer sets
-            its own.
+        tokenizer: Tokenizer for stop strings and structured outputs. If the engine has no tokenizer, the trainer sets the
+            policy's.
         folder: Folder to which the engine may write the prompts of a failed call. None: they are not written.
     """
 
@@ -95,8 +95,8 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Sample the completions of all requests. The result lists all completions of the first request, then those of
-        the second, and so on.
+        """Sample the completions of all requests. The result lists all completions of the first request, then those of the
+        second request, and so on.
         """
 
     @abc.abstractmethod
@@ -108,50 +108,51 @@ class RolloutEngine(abc.ABC):
         """Release all resources. The engine cannot be used afterwards."""
 
     def prefix_cache(self) -> AbstractContextManager[None]:
-        """Return a context manager. Inside it, the engine keeps its KV cache between calls, e.g. for the turns of an
-        episode.
+        """Return a context manager, inside which the engine keeps its KV cache between calls. This saves time for the turns
+        of an episode.
         """
         return nullcontext()
 
     def interrupt(self) -> None:  # noqa: B027
-        """Stop the running call from another thread. Completions that are not finished get the finish reason ``abort``."""
+        """Stop the running call from another thread. Unfinished completions get the finish reason ``abort``."""
 
     def sleep(self) -> None:  # noqa: B027
         """Release device memory until weights are pushed or completions are requested."""
 
     def needs_weights(self) -> bool:
-        """Return whether the last version must be pushed again, for example because a server restarted."""
+        """Return whether the last version must be pushed again, for example because a server was restarted."""
         return False
 
     def mark_stale(self) -> None:  # noqa: B027
-        """Mark all copies of the weights as outdated, so that the next push updates all of them."""
+        """Mark all copies of the weights as outdated. The next push then updates all of them."""
 
     def findings(self, model: nn.Module, args: Any) -> list[Finding]:
-        """Return findings about problems that this engine would cause in a run. The main process calls this method
-        before the first generation.
+        """Return findings about problems that this engine would cause in a run. The main process calls this method before
+        the first generation.
 
         Args:
-            model: Policy.
+            model: The policy.
             args: Config of the run.
         """
         return []
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Return the log-probs of the tokens after each prompt. The result maps each copy of the weights (for example,
-        each server) to one list per sequence.
+        """Return the log-probs of the tokens after each prompt. The result has one entry per copy of the weights (for
+        example, per server). Each entry has one list per sequence.
         """
         raise NotImplementedError(f"the engine {self.name!r} cannot score given sequences.")
 
 
 def require_engine(engine: object, argument: str = "rollout_engine") -> RolloutEngine:
-    """Check that an engine object of the user is a `RolloutEngine`, and return it.
+    """Check that a user's engine object is a `RolloutEngine`, and return it.
 
     Args:
-        engine: The object.
-        argument: Name of the argument, for the message.
+        engine: Object that was passed as the engine.
+        argument: Name of the argument, for the error message.
 
     Raises:
-        ConfigError: The object is not an instance of a `RolloutEngine` subclass. Having the same methods is not enough.
+        ConfigError: The object is not an instance of a subclass of `RolloutEngine`. Objects that only have the same methods
+            are rejected.
     """
     if isinstance(engine, RolloutEngine):
         return engine
@@ -166,7 +167,7 @@ def require_engine(engine: object, argument: str = "rollout_engine") -> RolloutE
 
 
 def refuse_virtual_tokens(model: nn.Module, engine: str) -> None:
-    """Reject prompt learning, because this engine runs the base model without the virtual tokens of the adapter.
+    """Raise an error for prompt learning. This engine runs the base model, without the adapter's virtual tokens.
 
     Raises:
         ConfigError: The model uses prompt learning.
@@ -180,7 +181,7 @@ def refuse_virtual_tokens(model: nn.Module, engine: str) -> None:
 
 
 def refuse_pictures(model: nn.Module, engine: str) -> None:
-    """Reject a model with image inputs for an engine that supports text only.
+    """Raise an error for a model with image inputs, because the engine supports only text.
 
     Raises:
         ConfigError: The model was prepared for images.
@@ -197,21 +198,21 @@ def check_followed(
     own: Collection[str] = (),
     fix: str = "Use rollout_engine='native'",
 ) -> None:
-    """Reject sampling settings that an engine would silently ignore.
+    """Raise an error for sampling settings that an engine would silently ignore.
 
     Args:
         requests: Requests of the call.
         sampling: Sampling settings of the call.
-        engine: Name of the engine for the message.
+        engine: Name of the engine, for the error message.
         unknown: Fields of `Sampling` that the engine does not support. Only their defaults are accepted.
-        own: Fields of `Sampling` in which the settings of a request may differ from those of the call.
-        fix: Advice in the error message.
+        own: Fields of `Sampling` in which a request's settings may differ from the call's settings.
+        fix: Advice for the error message.
 
     Raises:
-        ConfigError: An unsupported field is set, or a request differs from the call in another field.
+        ConfigError: An unsupported field is set, or a request differs from the call in a field that is not in ``own``.
     """
     defaults = {field.name: field.default for field in fields(Sampling)}
-    defaults |= {"min_p": 0}  # min_p=None and min_p=0 have the same meaning: min-p sampling is disabled.
+    defaults |= {"min_p": 0}  # min_p=None and min_p=0 both disable min-p sampling.
     for settings in (sampling, *(r.sampling for r in requests if r.sampling is not None)):
         for name in unknown:
             value = getattr(settings, name)
@@ -228,16 +229,16 @@ def check_followed(
 
 
 class ScriptedEngine(RolloutEngine):
-    """Engine for tests that returns given completions. The completions are truncated and get finish reasons as in a
-    real engine.
+    """Engine for tests that returns scripted completions. They are truncated and get finish reasons as in a real engine.
 
     Args:
-        script: A list of completions (lists of token ids), which are returned in turn and start again at the end. Or a
-            function of ``(prompt_ids, index)``, where ``index`` counts the completions of one request.
+        script: List of completions (lists of token ids), which are returned in turn. After the last completion, the list
+            starts again. Alternatively, a function of ``(prompt_ids, index)``, where ``index`` counts the completions of one
+            request.
         logp: Log-prob of every token.
 
     Attributes:
-        requests: All requests so far, in order.
+        requests: All requests so far, in the order of the calls.
         version: Version of the weights that were loaded last.
 
     >>> engine = ScriptedEngine([[5, 2], [6, 7, 8]])
@@ -247,7 +248,7 @@ class ScriptedEngine(RolloutEngine):
     """
 
     name = "scripted"
-    # The log-probs are placeholders, so the trainer must not compare them with its own.
+    # The log-probs are placeholders, so the trainer must not compare them with its own log-probs.
     capabilities = Capabilities(in_process=True, shares_weights=True, has_logprobs=False)
 
     def __init__(
@@ -265,7 +266,7 @@ class ScriptedEngine(RolloutEngine):
         return line
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Return the next scripted completions. Each completion is truncated after its first stop token and at
+        """Return the next scripted completions. Each of them is truncated after its first stop token and at
         ``max_new_tokens``.
         """
         rollouts = []
@@ -284,13 +285,13 @@ class ScriptedEngine(RolloutEngine):
         self.version = version
 
     def close(self) -> None:
-        """Do nothing, because there are no resources."""
+        """Do nothing, because the engine has no resources."""
 
 
 @runtime_checkable
 class WeightTransferProtocol(Protocol):
-    """Methods by which the trainer sends weights to engines. `send_weights` must read every tensor, because reading can
-    be collective.
+    """Methods through which the trainer sends weights to engines. `send_weights` must read every tensor, because reading can
+    be a collective operation.
     """
 
     def init_weight_transfer(self) -> None: ...
@@ -301,7 +302,7 @@ class WeightTransferProtocol(Protocol):
 
 
 class WeightTransfer:
-    """Additional methods of a weight transfer that report its state. The defaults are for a transfer without servers.
+    """Additional methods of a weight transfer, which report its state. The defaults are for a transfer without servers.
 
     Attributes:
         version: Version of the weights that were sent last.
@@ -313,20 +314,18 @@ class WeightTransfer:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities that all engines with these weights have."""
+        """Capabilities that all engines with these weights have in common."""
         return Capabilities()
 
     @property
     def holders(self) -> Any:
-        """Servers that have the last version of the weights. The result is None if all engines read the weights without a
-        server.
-        """
+        """Servers that have the latest version of the weights. None: all engines read the weights without a server."""
         return None
 
     def missing_weights(self) -> bool:
-        """Return whether an engine does not have the last version."""
+        """Return whether an engine does not have the latest version of the weights."""
         return False
 
     def failure_reason(self) -> str:
-        """Return the reason why some engines receive no requests. Return an empty string if there is none."""
+        """Return the reason why some engines receive no requests, or an empty string if there is no reason."""
         return ""

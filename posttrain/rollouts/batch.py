@@ -1,5 +1,5 @@
-"""`RolloutBatch`: the completions of one engine call, with their rewards and advantages. `RolloutWindow` splits them
-into micro-batches, and `balance_rows` balances them over ranks.
+"""`RolloutBatch`: completions of one engine call, with rewards and advantages. `RolloutWindow` splits them into
+micro-batches, and `balance_rows` balances them over ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
     from posttrain.types import Tokenizer
 
-# Number of tokens at the end of each prompt that format rewards receive. They can include an opening tag that the template
-# adds.
+# Number of tokens at the end of each prompt that format rewards receive. They may include an opening tag from the chat
+# template.
 SUFFIX_TOKENS = 32
 
 
 def decoded(
     tokenizer: Tokenizer, rollouts: Sequence[Rollout], *, conversational: bool
 ) -> tuple[list[Rollout], list[Any]]:
-    """Decode completions.
+    """Decode completions to text. In conversations, also parse them as messages.
 
     Args:
-        tokenizer: Tokenizer. The tokenizer's response template, if any, defines how messages are parsed.
+        tokenizer: Tokenizer that decodes the ids. Its response template, if it has one, defines how messages are parsed.
         rollouts: One rollout per completion.
         conversational: Whether prompts are messages.
 
@@ -51,13 +51,13 @@ def decoded(
 
 
 def prompt_suffixes(tokenizer: Tokenizer, rollouts: Sequence[Rollout]) -> list[str]:
-    """Decode the last tokens of each prompt. Format rewards need them."""
+    """Decode the last tokens of each prompt, for format rewards."""
     return tokenizer.batch_decode([rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in rollouts])
 
 
 def sampled_logps(rollouts: Iterable[Rollout], truncation: Truncation) -> list[list[float]] | None:
-    """Return the log-probs of sampled tokens under the truncated distribution. Return None if the engine does not
-    return log-probs.
+    """Return the log-probs of sampled tokens under the truncated distribution. Return None if the engine did not return such
+    log-probs.
     """
     logps = []
     for rollout in rollouts:
@@ -68,8 +68,8 @@ def sampled_logps(rollouts: Iterable[Rollout], truncation: Truncation) -> list[l
 
 
 def sampler_gap(rollouts: Sequence[Rollout], trained: Sequence[Sequence[float]]) -> dict[str, Metric]:
-    """Compute metrics of the difference between the engine's log-probs and ``trained``, which are the log-probs of the
-    training forward pass.
+    """Compute metrics of the difference between the engine's log-probs and ``trained``, the log-probs of the training
+    forward pass.
     """
     pairs = [
         (torch.tensor(own[: len(r.logp)]), torch.tensor(r.logp))
@@ -84,20 +84,20 @@ def sampler_gap(rollouts: Sequence[Rollout], trained: Sequence[Sequence[float]])
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class RolloutBatch:
-    """The completions of one engine call on this rank. Completions of the same prompt (a group) are consecutive.
+    """Completions of one engine call on this rank. Completions of the same prompt (a group) are consecutive.
 
     Attributes:
         examples: Dataset row of each completion.
-        rollouts: Token ids, log-probs and finish reasons.
-        completions: Input of reward functions: text, or a list of messages.
-        columns: Values that scoring adds, one per completion (``advantages``).
-        token_columns: Values per token (``old_logp``, ``ref_logp``, ``rollout_logp``). Each column has one list per
-            item of `sequences`.
+        rollouts: Token ids, log-probs and finish reason of each completion.
+        completions: Completions in the format of reward functions: texts, or lists of messages.
+        columns: Values that scoring adds, such as ``advantages``. Each column has one value per completion.
+        token_columns: Log-probs per token (``old_logp``, ``ref_logp``, ``rollout_logp``). Each column has one list per item
+            of `sequences`.
         born: Optimizer step at which the completions were sampled.
         environments: Environment of each completion. None: there are no environments.
-        extra: Additional columns for reward functions, one value per completion.
+        extra: Additional columns for reward functions. Each column has one value per completion.
         left_out: Indices of the completions that are excluded from the loss.
-        failure_reward: Reward of failed harness episodes (``extra["harness_error"]``). None: they have no reward.
+        failure_reward: Reward of failed harness episodes (``extra["harness_error"]``). None: failed episodes have no reward.
         mode: ``train`` or ``eval``.
         group_size: Number of completions per prompt.
     """
@@ -116,7 +116,7 @@ class RolloutBatch:
     group_size: int = 1
 
     def worth(self, found: Advantages) -> RolloutBatch:
-        """Return a copy with the advantages and all other columns that the objective needs."""
+        """Return a copy with the advantages in ``found``, and with all other columns that the objective needs."""
         columns, rollouts = dict(found.columns), self.rollouts
         if found.values.dim() == 1:
             columns["advantages"] = found.values[found.start : found.start + len(rollouts)].tolist()
@@ -132,8 +132,8 @@ class RolloutBatch:
         )
 
     def loss_mask(self, index: int, skip_truncated: bool) -> list[int]:
-        """Return the loss mask of a completion: 1 for tokens that the model sampled, 0 for all other tokens. If the
-        completion is excluded from the loss, or is truncated and ``skip_truncated`` is set, all values are 0.
+        """Return the loss mask of a completion: 1 for tokens that the model sampled, and 0 for all other tokens. All values
+        are 0 if the completion is excluded from the loss, or if it is truncated and ``skip_truncated`` is set.
         """
         return self._mask(index, self.rollouts[index], skip_truncated)
 
@@ -141,21 +141,19 @@ class RolloutBatch:
         return index in self.left_out or (skip_truncated and rollout.finish_reason != "stop")
 
     def _mask(self, index: int, rollout: Rollout, skip_truncated: bool) -> list[int]:
-        """Return the loss mask of ``rollout``, which is a completion or one of its branches."""
+        """Return the loss mask of ``rollout``, which is completion ``index`` or one of its branches."""
         if self._is_cut(index, rollout, skip_truncated):
             return [0] * len(rollout.token_ids)
         return rollout.tool_mask or [1] * len(rollout.token_ids)
 
     def _is_untrained(self, index: int, skip_truncated: bool) -> bool:
-        """Return whether all tokens of a completion are excluded from the loss. The result is computed without building
-        the mask.
-        """
+        """Return whether all tokens of a completion are excluded from the loss. The mask itself is not built."""
         rollout = self.rollouts[index]
         silent = bool(rollout.tool_mask) and not any(rollout.tool_mask or ())
         return silent or self._is_cut(index, rollout, skip_truncated)
 
     def sequences(self) -> list[Rollout]:
-        """Return all completions, followed by all of their branches. ``token_columns`` has the same order."""
+        """Return all completions, followed by the branches of all completions. ``token_columns`` has this order."""
         return [*self.rollouts, *(one for rollout in self.rollouts for one in rollout.branches)]
 
     def trained(self, index: int, skip_truncated: bool) -> list[list[int]]:
@@ -164,8 +162,8 @@ class RolloutBatch:
         return [self._mask(index, one, skip_truncated) for one in (rollout, *rollout.branches)]
 
     def _shares(self, masks: Sequence[Sequence[int]]) -> list[float]:
-        """Return the weight of each branch of an episode. With these weights, an episode counts as one sequence in the
-        loss; see `Batch.shares`.
+        """Return the weight of each branch of an episode. With these weights, the loss treats an episode as one sequence;
+        see `Batch.shares`.
 
         An episode without any tokens has the single weight 0.
         """
@@ -176,7 +174,7 @@ class RolloutBatch:
         return [count / total if total else 1 / len(counts) for count in counts]
 
     def reward_columns(self) -> dict[str, list[Any]]:
-        """Return the additional arguments of reward functions: ``extra``, and the dataset columns of the first row."""
+        """Return the additional arguments of reward functions: ``extra``, and all dataset columns that the first row has."""
         if not self.examples:
             return dict(self.extra)
         own = ("prompt", "completion", "completion_ids")
@@ -184,11 +182,11 @@ class RolloutBatch:
         return columns | self.extra
 
     def shown(self) -> dict[str, list[float]]:
-        """Return the columns that the table of completions shows, under the names that it uses."""
+        """Return the columns of the completions table, under the names in this table."""
         return {name.removesuffix("s"): column for name, column in self.columns.items()}
 
     def groups(self) -> list[list[int]]:
-        """Return the indices of the completions as lists. Each list contains consecutive completions with the same prompt."""
+        """Return a list of completion indices for each group of consecutive completions with the same prompt."""
         groups: list[list[int]] = []
         for i, rollout in enumerate(self.rollouts):
             if groups and _prompt(self.rollouts[groups[-1][0]]) == _prompt(rollout):
@@ -198,7 +196,7 @@ class RolloutBatch:
         return groups
 
     def rows(self, indices: Sequence[int], *, skip_truncated: bool, trained_only: bool = False) -> list[Row]:
-        """Convert completions to rows. Consecutive completions with the same prompt become one row.
+        """Convert completions to rows. Consecutive completions with the same prompt form one row.
 
         Args:
             indices: Indices of completions.
@@ -208,7 +206,7 @@ class RolloutBatch:
         """
         rows: list[Row] = []
         before: Any = None
-        # Without branches, every sequence has weight 1, and the column of weights is not needed.
+        # Without branches, every sequence has the weight 1, so the column of weights is not needed.
         shared = any(
             rollout.branches or not rollout.token_ids or (trained_only and self._is_untrained(i, skip_truncated))
             for i, rollout in enumerate(self.rollouts)
@@ -232,11 +230,10 @@ class RolloutBatch:
         return [row if any(row.pictures) else dataclasses.replace(row, pictures=[]) for row in rows]
 
     def _placed(self, indices: Sequence[int]) -> Iterator[tuple[int, int, int, Rollout]]:
-        """Yield the selected completions and their branches in an order in which equal prompts are consecutive.
+        """Yield the selected completions and their branches. Equal prompts are consecutive.
 
         Yields:
-            Index of the completion, index of the sequence within its episode, index in `sequences`, and the sequence
-            itself.
+            Index of the completion, index of the sequence within its episode, index in `sequences`, and the sequence.
         """
         for i in indices:
             yield i, 0, i, self.rollouts[i]
@@ -247,8 +244,8 @@ class RolloutBatch:
                 yield i, k + 1, starts[i] + k, branch
 
     def slices(self, count: int, *, seed: int, skip_truncated: bool) -> list[list[Row]]:
-        """Shuffle the groups and split the completions into ``count`` slices of equal size. The completions of a group
-        can be in two slices.
+        """Shuffle the groups, and split the completions into ``count`` slices of equal size. A group may be split between
+        two slices.
         """
         groups = self.groups()
         shuffled = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -268,13 +265,13 @@ def _prompt(rollout: Rollout) -> tuple[list[int], tuple[Any, ...]]:
 
 
 def row_state(row: Row) -> dict[str, Any]:
-    """Convert a row to data that can be written as JSON, except for the tensors in ``model_kwargs``."""
+    """Convert a row to data for JSON. Only the tensors in ``model_kwargs`` are not converted."""
     state = {item.name: getattr(row, item.name) for item in fields(Row)}
     return state | {"pictures": [[image.to_dict() for image in segment] for segment in row.pictures]}
 
 
 def row_again(state: Mapping[str, Any]) -> Row:
-    """Restore a row from a value that `row_state` returned."""
+    """Convert the result of `row_state` to a row."""
     images = list(state.get("pictures", ()))
     if any(images):
         placed = plugins.module("extensions.images.picture").Placed.of
@@ -283,16 +280,16 @@ def row_again(state: Mapping[str, Any]) -> Row:
 
 
 class RolloutWindow:
-    """The current rollout batch, split into micro-batches (slices), and the run's position in it.
+    """Current rollout batch, split into micro-batches (slices), and the run's position in it.
 
     Attributes:
-        slices: Rows of each micro-batch. None: before the first generation.
-        step: Number of micro-batches that were taken from ``slices`` so far.
-        generations: Number of rollout batches since the beginning of the run. Random seeds depend on it.
+        slices: Rows of each micro-batch. None: nothing has been generated yet.
+        step: Number of micro-batches that were taken from ``slices``.
+        generations: Number of rollout batches since the beginning of the run. Random seeds are computed from it.
         born: Optimizer step at which the rollout batch was sampled.
 
     Args:
-        passes: Number of times that each slice is used for training.
+        passes: Number of times that training uses each slice.
     """
 
     def __init__(self, passes: int) -> None:
@@ -303,8 +300,8 @@ class RolloutWindow:
 
     @property
     def used_up(self) -> bool:
-        """Whether all slices were used ``passes`` times, so that a new rollout batch must be generated."""
-        # Do not store this value, because an automatic batch size changes the number of slices.
+        """Whether all slices were used ``passes`` times. If so, a new rollout batch must be generated."""
+        # Compute this value at each access, because an automatic batch size changes the number of slices.
         return self.slices is None or self.step % (len(self.slices) * self.passes) == 0
 
     def fill(self, slices: Sequence[list[Row]], born: int) -> None:
@@ -319,15 +316,15 @@ class RolloutWindow:
         return rows
 
     def mark(self) -> None:
-        """Store the current position. The trainer calls this method at the beginning of an optimizer step."""
+        """Store the current position, for `rewind`. The trainer calls this method at the beginning of an optimizer step."""
         self._marked = self.slices, self.step, self.generations, self.born
 
     def rewind(self) -> None:
-        """Return to the position of the last `mark`, so that the rollout batch is generated again after a failure."""
+        """Return to the position of the last `mark`. The rollout batch is then generated again, for example after a failure."""
         self.slices, self.step, self.generations, self.born = self._marked
 
     def state(self) -> dict[str, Any]:
-        """Return the position and the rollouts that have not been used for training yet, for a checkpoint."""
+        """Return the state for a checkpoint: the position, and rollouts that were not used for training yet."""
         slices = None if self.used_up else [[row_state(row) for row in rows] for rows in self.slices or ()]
         return {"step": self.step, "generations": self.generations, "born": self.born, "buffer": slices}
 
@@ -354,28 +351,27 @@ class RolloutWindow:
         self.slices = None if saved is None else [[row_again(row) for row in rows] for rows in saved]
 
 
-# Rows are exchanged between ranks only if the busiest rank's number of tokens falls to this fraction or less of its previous
-# value.
+# Rows are exchanged between ranks only if this reduces the token count of the busiest rank to at most this fraction.
 LOAD_WORTH_MOVING = 0.9
 
 # Cost of a row: number of tokens of its prompt, and number of tokens of each of its completions.
 Cost = tuple[int, list[int]]
-# Location of a completion: rank, row in that rank's slice, and number of the completion in that row.
+# Location of a completion: rank, index of the row in the rank's slice, and index of the completion in the row.
 Place = tuple[int, int, int]
 
 
 def load(rows: Sequence[Cost]) -> int:
-    """Return the number of tokens that a rank computes: each prompt once, and all completions."""
+    """Return the number of tokens that a rank computes: the prompt of each row once, and all completions."""
     return sum(prompt + sum(completions) for prompt, completions in rows)
 
 
 def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
-    """Assign each completion to a rank, ``{(rank, row, completion): rank}``. Return None if exchanging completions
-    would not save enough time.
+    """Assign each completion to a rank, ``{(rank, row, completion): rank}``. Return None if an exchange would not save
+    enough time.
 
-    Completions are assigned in descending order of length. Each goes to the rank with the fewest tokens so far. If a
-    rank does not have the completion's prompt yet, the prompt's tokens are added to its cost. Completions of a group
-    therefore stay on one rank as long as that is cheaper.
+    Completions are assigned in descending order of length, each to the rank with the fewest tokens so far. If a rank does
+    not have the prompt of a completion, the tokens of the prompt are added to the cost. Completions of a group therefore
+    stay on one rank as long as this is cheaper.
 
     Args:
         costs: Costs of each row, by rank.
@@ -388,9 +384,9 @@ def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
     world = range(len(costs))
     items = [(-size, r, k, i) for r in world for k, (_, sizes) in enumerate(costs[r]) for i, size in enumerate(sizes)]
     if len(items) < len(costs):
-        return None  # A rank without completions would have nothing to compute, so exchange nothing.
+        return None  # Exchange nothing, because some rank would have no completion.
     loads = [0] * len(costs)
-    # Entries (rank, row owner, row) for which the rank already has the prompt of the row.
+    # Entries (rank, row owner, row). An entry means that the rank already has the prompt of the row.
     holds: set[tuple[int, int, int]] = set()
     targets: dict[Place, int] = {}
     for size, home, row, completion in sorted(items):
@@ -404,7 +400,7 @@ def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
 
 
 def part(row: Row, members: Sequence[int]) -> Row:
-    """Return a row with only the given completions."""
+    """Return a row with only the completions in ``members``."""
 
     def chosen(values: list[Any]) -> list[Any]:
         return [values[i] for i in members]
@@ -422,19 +418,19 @@ def part(row: Row, members: Sequence[int]) -> Row:
 def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[list[list[Row]], list[dict[str, Metric]]]:
     """Exchange completions between ranks within each slice, so that all ranks have similar numbers of tokens.
 
-    A completion stays in its slice, so every optimizer step uses the same completions. Denominators of the loss are
-    counted over all ranks. The gradient therefore does not change. The call is a collective operation: all ranks must
-    call it with the same number of slices.
+    A completion stays in its slice, so every optimizer step uses the same completions. Denominators of the loss are counted
+    over all ranks. The gradient therefore does not change. This is a collective operation: all ranks must call it with the
+    same number of slices.
 
-    If a slice contains images, nothing is exchanged.
+    A slice that contains images is not exchanged.
 
     Args:
         slices: Rows of each micro-batch on this rank.
         accelerator: Accelerator of the run.
 
     Returns:
-        The new slices, and metrics of each slice before and after the exchange: the maximum number of tokens of a rank
-        divided by the mean over ranks.
+        The new slices, and metrics of each slice before and after the exchange. A metric is the maximum number of tokens of
+        a rank, divided by the mean over ranks.
     """
     mine: list[list[Cost]] = [[(len(r.prompt_ids), [len(ids) for ids in r.completions]) for r in s] for s in slices]
     costs = parallel.all_gather_objects([mine], accelerator)
@@ -444,7 +440,7 @@ def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[lis
         plans = [None] * len(slices)
     rank = accelerator.process_index
     parcels: list[Any] = _parcels(slices, plans, rank, accelerator.num_processes)
-    # All ranks compute the same plans, so either all of them or none of them takes part in the exchange.
+    # All ranks compute the same plans, so they all take part in the exchange or none does.
     if any(plan is not None for plan in plans):
         parcels = parallel.exchange_objects(parcels, accelerator)
     result = [
@@ -465,9 +461,7 @@ def _counted_alike(rows: list[Row]) -> list[Row]:
 def _parcels(
     slices: list[list[Row]], plans: list[dict[Place, int] | None], rank: int, ranks: int
 ) -> list[list[tuple[int, Row]]]:
-    """Split this rank's rows by the rank that receives them. Return one list of pairs ``(slice, part of a row)`` per
-    rank.
-    """
+    """Split this rank's rows by the rank that receives them. Return one list of pairs ``(slice, part of a row)`` per rank."""
     parcels: list[list[tuple[int, Row]]] = [[] for _ in range(ranks)]
     for rows, plan, number in zip(slices, plans, range(len(slices)), strict=True):
         if plan is None:
@@ -482,8 +476,8 @@ def _parcels(
 def _busiest(
     costs: list[list[list[Cost]]], slices: list[list[Row]], accelerator: Accelerator
 ) -> list[dict[str, Metric]]:
-    """Compute metrics of each slice before and after the exchange: the maximum number of tokens of a rank divided by
-    the mean over ranks.
+    """Compute metrics of each slice before and after the exchange. A metric is the maximum number of tokens of a rank,
+    divided by the mean over ranks.
     """
     sizes = [sum(len(r.prompt_ids) + sum(map(len, r.completions)) for r in rows) for rows in slices]
     after = parallel.all_gather_objects([sizes], accelerator)
@@ -497,7 +491,7 @@ def _busiest(
 
 
 def shared_requests(prompts: Sequence[list[int]]) -> list[Request]:
-    """Create one request for each group of consecutive equal prompts. Two prompts are equal if their tokens and their
+    """Create one request for each sequence of equal consecutive prompts. Prompts are equal if both their tokens and their
     images are equal.
     """
     return [

@@ -1,6 +1,6 @@
-"""`ENGINES`: the rollout engines by name, with the models that they support and the functions that create them.
+"""`ENGINES`: rollout engines by name, with the functions that create them and that check whether they support a model.
 
-Other packages can register an engine under the entry point group ``posttrain.engines`` (see `docs/extend.md`).
+Other packages can register engines under the entry point group ``posttrain.engines`` (see `docs/extend.md`).
 
 `create_engine` creates an engine, and `complete` completes prompts.
 """
@@ -78,19 +78,18 @@ def _vllm_refusal(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A rollout engine that a config can select.
+    """Rollout engine that a config can select.
 
     Attributes:
-        make: Function that creates an engine on the model's own weights. The function's arguments are the model, the
-            pad token id and transformers' ``cache_implementation``. None: the engine has a copy of the weights, to
-            which a trainer pushes new weights (`posttrain.loop.weight_sync`).
-        refuses: Function of a model. The function returns None if the engine samples from exactly this model's
-            distribution, else the reason why it does not.
+        make: Function that creates an engine on the model's own weights. Its arguments are the model, the pad token id and
+            transformers' ``cache_implementation``. None: the engine has a copy of the weights, and a trainer pushes new
+            weights to it (`posttrain.loop.weight_sync`).
+        refuses: Function of a model. It returns None if the engine samples from exactly this model's distribution.
+            Otherwise, it returns the reason why the engine does not.
         vllm_mode: Value of the option ``vllm_mode`` that selects this engine together with ``use_vllm=True``.
-        exact: Whether the engine computes log-probs with the exact weights. If False, it rounds the weights, and the
-            loss must correct for the difference.
-        in_workers: Whether rollout workers can use the engine. If ``make`` is also set, the rollout server can use it
-            too.
+        exact: Whether the engine computes log-probs with unrounded weights. If not, the loss must correct for the
+            difference.
+        in_workers: Whether rollout workers can use the engine. If ``make`` is also set, the rollout server can also use it.
     """
 
     make: Callable[[nn.Module, int, str | None], RolloutEngine] | None = None
@@ -116,7 +115,7 @@ IN_WORKERS = tuple(name for name, spec in ENGINES.items() if spec.in_workers)
 # about 62 ms with continuous batching.
 ON_GPU, ON_CPU = ("vllm", "native", "paged", "hf"), ("native", "hf")
 
-# Engines that "auto" selects only for a trainer, each with the reason why they do not work without a trainer's config.
+# Engines that "auto" selects only for a trainer, with the reason why each needs a trainer.
 UNCONFIGURED = {
     "vllm": "it has a copy of the weights, and without a trainer no weights are pushed",
     "paged": "it does not support all sampling settings, and the settings of later calls are unknown",
@@ -124,16 +123,16 @@ UNCONFIGURED = {
 
 
 def choose_engine(model: nn.Module, refused: Mapping[str, str] | None = None) -> str:
-    """Select the engine for ``rollout_engine="auto"`` on this model and device, and log the reasons in one line.
+    """Select the engine for ``rollout_engine="auto"``, for this model and device. Log the reasons in one line.
 
     On a GPU, the order is: vLLM in the trainer's process, the native engine, transformers' continuous batching,
     transformers' ``generate``. On a CPU, it is: the native engine, transformers' ``generate``.
 
-    An engine is skipped if it does not compute the model exactly, or if it is in ``refused``.
+    An engine is skipped if it does not compute the model exactly, or if ``refused`` contains it.
 
     Args:
         model: Causal language model to sample from.
-        refused: Engines that the caller cannot use, each with the reason.
+        refused: Reason for each engine that the caller cannot use, by the engine's name.
 
     Returns:
         ``vllm``, ``paged``, ``native`` or ``hf``.
@@ -157,18 +156,18 @@ def create_engine(
     """Create an engine that samples from the weights of ``model`` without copying them.
 
     Args:
-        name: One of `IN_PROCESS`, or ``auto``. Here, ``auto`` selects ``native`` or ``hf``; `choose_engine` describes
-            what trainers select on a GPU.
+        name: One of `IN_PROCESS`, or ``auto``. Here, ``auto`` selects ``native`` or ``hf``. `choose_engine` describes the
+            selection of trainers on a GPU.
         model: A causal language model.
         pad_token_id: Pad token of the tokenizer.
         folder: Folder to which the engine may write the prompts of a failed call. None: they are not written.
-        cache: transformers' ``cache_implementation``, for the engine ``hf`` only.
+        cache: transformers' ``cache_implementation``. Only the engine ``hf`` uses it.
 
     Raises:
         ConfigError: The name is unknown, or ``native`` is not exact for this model.
     """
     check_choice("rollout_engine", name, ("auto", *IN_PROCESS))
-    # Remove files in shared memory that killed runs have left.
+    # Remove files in shared memory that belong to killed runs.
     remove_orphans()
     if name == "auto":
         name = choose_engine(model, UNCONFIGURED)
@@ -197,8 +196,8 @@ def complete(
     """Complete prompts with a model. With the default temperature 0, decoding is greedy.
 
     Args:
-        model: A transformers causal language model. The model's training mode and settings are not changed.
-        tokenizer: Its tokenizer.
+        model: transformers causal language model. Its training mode and settings are not changed.
+        tokenizer: Tokenizer of the model.
         prompts: Strings, or lists of messages.
         max_new_tokens: Maximum number of tokens of a completion.
         temperature: Sampling temperature. 0: greedy decoding.
@@ -210,7 +209,7 @@ def complete(
         ``n`` texts per prompt, in order, without special tokens.
 
     Raises:
-        ConfigError: ``n`` is above 1 and ``temperature`` is 0, so that all texts of a prompt would be identical.
+        ConfigError: ``n`` is above 1 and ``temperature`` is 0, so all texts of a prompt would be identical.
     """
     if n > 1 and temperature == 0:
         raise ConfigError(

@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def without_own_settings(model: nn.Module) -> Iterator[None]:
-    """Replace the model's generation config by an empty one inside the context.
+    """Replace the model's generation config with an empty one inside the context.
 
-    transformers takes arguments that are None from the checkpoint's generation config. The bans, biases and forced
-    tokens of that config would change the sampled distribution.
+    If an argument is None, transformers uses the value in the checkpoint's generation config. Bans, biases and forced tokens
+    of the checkpoint would then change the sampled distribution.
     """
     inner: Any = causal_lm(model)
     own, inner.generation_config = inner.generation_config, GenerationConfig()
@@ -47,12 +47,12 @@ def without_own_settings(model: nn.Module) -> Iterator[None]:
 
 
 class _Shape(LogitsProcessor):
-    """Logits processor that changes the distribution in the same way as other engines do: temperature, penalty, rules
-    and truncation. It also stores log-probs.
+    """Logits processor that applies temperature, penalty, rules and truncation as other engines do. It also stores
+    log-probs.
 
-    The processor stores log-probs before and after these changes. The token of step t is known only in step t + 1, so
-    its log-prob is selected then. The repetition penalty ignores padding before the prompt, which transformers' own
-    penalty would count.
+    Log-probs are stored before and after these changes. The token of step t is known only in step t + 1, so its log-prob is
+    selected in step t + 1. The repetition penalty ignores padding before the prompt. transformers' own penalty would include
+    the padding.
     """
 
     def __init__(self, sampling: Sampling, widths: Sequence[int]) -> None:
@@ -87,8 +87,8 @@ class _Shape(LogitsProcessor):
         return shaped
 
     def columns(self) -> list[list[list[float]]]:
-        """Return, for each row, the log-probs before the logits were changed. If the sampled distribution differs, also
-        return the log-probs under this distribution.
+        """Return the stored log-probs of each row. The first list has log-probs before any change of the logits. If the
+        sampled distribution differs, a second list has the log-probs under this distribution.
         """
         return [torch.stack(parts, 1).tolist() for parts in zip(*self.found, strict=True)]
 
@@ -115,8 +115,8 @@ class _Interrupted(StoppingCriteria):
 
 
 def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
-    """Return a generation config that sets every field that can change the distribution. No setting of the checkpoint
-    then has an effect.
+    """Return a generation config that sets every field that can change the distribution, so that no setting of the
+    checkpoint has an effect.
     """
     drawn: dict[str, Any] = {}
     if sampling.temperature > 0:
@@ -131,14 +131,14 @@ def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
 
 
 class HFEngine(RolloutEngine):
-    """Samples with transformers' ``generate``. Prompts are left-padded and share one call, unless padding would change
-    the results; see `_calls`.
+    """Rollout engine with transformers' ``generate``. Prompts are left-padded and share one call, unless padding would
+    change the results; see `_calls`.
 
     Args:
         model: The trained causal language model.
-        pad_token_id: Token id of padding.
+        pad_token_id: Pad token of the tokenizer.
         tokenizer: Tokenizer for stop strings.
-        cache_implementation: Field of transformers' ``GenerationConfig``. None: its default.
+        cache_implementation: Field of transformers' ``GenerationConfig``. None: transformers' default.
     """
 
     name = "hf"
@@ -185,7 +185,7 @@ class HFEngine(RolloutEngine):
             )
         self.interrupted.clear()
         rollouts: dict[int, list[Rollout]] = {}
-        # Remove tree attention, because some models check the name of their attention implementation during generation.
+        # Uninstall tree attention, because some models check the name of their attention implementation during generation.
         plain = uninstalled(self.model)
         with (
             plain,
@@ -199,13 +199,13 @@ class HFEngine(RolloutEngine):
         return [rollout for i in range(len(requests)) for rollout in rollouts[i]]
 
     def _calls(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
-        """Group requests whose prompts can be padded to the same length without changing the results.
+        """Group requests whose prompts can be padded to a common length without changing the results.
 
-        In some models, only requests of equal length share a call. With virtual tokens, padding would be between them
-        and the prompt. Llama 4 would count padding in the positions by which it scales queries. Recurrent layers and
-        convolutions read padding if a projection before them has a bias, in the model or in an adapter. With longrope,
-        the longest row of a call selects the rotary frequencies of all rows, so a request that may exceed the limit
-        runs alone.
+        In some models, only requests of equal length share a call. With virtual tokens, padding would be between the virtual
+        tokens and the prompt. Llama 4 scales queries by their positions, which would include padding. Recurrent layers and
+        convolutions read padding if a projection before them has a bias, in the model or in an adapter. With longrope, the
+        longest row of a call selects the rotary frequencies of all rows. A request that may exceed the limit therefore runs
+        alone.
         """
         switch, _ = rope_limits(self.model)
         scaled = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", False)
@@ -297,7 +297,7 @@ class HFEngine(RolloutEngine):
 
 
 def _most(request: Request, sampling: Sampling) -> int:
-    """Return the maximum number of tokens of a completion of this request."""
+    """Return the maximum number of new tokens for this request."""
     return (request.sampling or sampling).max_new_tokens
 
 

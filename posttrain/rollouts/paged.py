@@ -26,11 +26,11 @@ from posttrain.rollouts.native.engine import own_precision
 from posttrain.rollouts.native.requests import check_requests, check_rope
 from posttrain.types import Request, Rollout, Sampling
 
-# Maximum fraction of a GPU's free memory that the KV cache may use. Training needs the other part.
+# Maximum fraction of a GPU's free memory that the KV cache may use. The remaining memory is left for training.
 MEMORY_SHARE = 0.5
-# Number of tokens per page of the KV cache, on a CPU and on a GPU. GPU kernels work only with the default of transformers.
+# Number of tokens per page of the KV cache, on a CPU and on a GPU. GPU kernels support only transformers' default.
 PAGE, GPU_PAGE = 32, 256
-# Maximum number of tokens per forward pass (the default of transformers). Memory for masks and logits is allocated for this
+# Maximum number of tokens per forward pass (transformers' default). Memory for masks and logits is allocated for this
 # number.
 BATCH_TOKENS = 8192
 HALF = (torch.float16, torch.bfloat16)  # Dtypes that flash attention supports.
@@ -47,7 +47,7 @@ def _fields() -> set[str]:
 
 
 def page_field() -> str:
-    """Return the name of the field for the page size in the installed version of ``ContinuousBatchingConfig``."""
+    """Return the name of the page-size field in the installed version of ``ContinuousBatchingConfig``."""
     return "page_size" if "page_size" in _fields() else "block_size"
 
 
@@ -63,7 +63,7 @@ def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def paged_refusal(model: nn.Module) -> str | None:
-    """Return the reason why transformers' continuous batching cannot sample from this model. Return None if it can."""
+    """Return the reason why transformers' continuous batching cannot sample from this model, or None if it can."""
     try:
         refuse_virtual_tokens(model, "rollout_engine='paged'")
         refuse_pictures(model, "rollout_engine='paged'")
@@ -73,13 +73,13 @@ def paged_refusal(model: nn.Module) -> str | None:
 
 
 class PagedEngine(RolloutEngine):
-    """Rollout engine with transformers' continuous batching. Requests join and leave a running batch, and the KV cache
-    has pages.
+    """Rollout engine with transformers' continuous batching. Requests join and leave a running batch, and the KV cache is
+    paged.
 
-    Weights are neither copied nor cast. With float32 weights, the engine computes in float32 even if training runs
-    under autocast, and without flash attention, which needs half precision. With bfloat16 weights, it computes in
-    bfloat16. If the generation thread ends early or a request fails, the call returns no completions and raises an
-    error that lists these requests. Sampling settings that transformers does not support are rejected.
+    Weights are neither copied nor cast. With float32 weights, the engine computes in float32, even if training runs under
+    autocast. It then does not use flash attention, which needs half precision. With bfloat16 weights, it computes in
+    bfloat16. If the generation thread ends early or a request fails, the call returns no completions and raises an error
+    that lists the lost requests. Sampling settings that transformers does not support are rejected.
 
     Args:
         model: The trained causal language model.
@@ -99,7 +99,7 @@ class PagedEngine(RolloutEngine):
         self.model: Any = model
         self.pad_token_id = pad_token_id
         self.settings = check_paged(settings)
-        # In half precision, transformers may use flash attention, whose log-probs differ slightly from the policy's.
+        # In half precision, transformers may use flash attention. Its log-probs differ slightly from the policy's.
         exact = causal_lm(model).dtype not in HALF
         self.capabilities = Capabilities(
             in_process=True, shares_weights=exact, unsupported=UNKNOWN, per_request_sampling=False
@@ -125,8 +125,8 @@ class PagedEngine(RolloutEngine):
             for request in requests
             for _ in range(request.n)
         ]
-        # Sample a seed from the global random state. transformers itself would sample it from a state that is restored below,
-        # so every call would get the same seed.
+        # Sample a seed from the global random state. transformers would sample it from a state that is restored below, and
+        # every call would get the same seed.
         seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**31, ()))
         devices = [inner.device] if inner.device.type == "cuda" else []
         with (
@@ -141,8 +141,8 @@ class PagedEngine(RolloutEngine):
             except MemoryError:
                 if not devices or "num_blocks" in self.settings:
                     raise
-                # The memory is too small for all requests at the same time. Use all available pages. Some requests then wait
-                # for free pages.
+                # The memory is too small for all requests at the same time. Use all available pages, so that some requests
+                # wait for free pages.
                 results = self._run(inner, work, sampling, pages | {"num_blocks": None})
         failed = {number: result.error for number, result in results.items() if result.error is not None}
         if failed or len(results) < len(work):
@@ -155,7 +155,7 @@ class PagedEngine(RolloutEngine):
         return [self._rollout(prompt, results[number], sampling) for number, (prompt, _) in enumerate(work)]
 
     def _pages(self, inner: nn.Module, work: list[tuple[list[int], int]]) -> dict[str, Any]:
-        """Return the settings of continuous batching. The user's settings replace the computed settings."""
+        """Return the settings of continuous batching. The user's settings override the computed settings."""
         ours: dict[str, Any] = {"return_logprobs": True, "use_cuda_graph": False, "drop_unsupported_processors": False}
         if inner.dtype not in HALF and "auto_switch_to_flash" in _fields():
             ours["auto_switch_to_flash"] = False
@@ -169,11 +169,11 @@ class PagedEngine(RolloutEngine):
         return ours | self.settings
 
     def _run(self, inner: nn.Module, work: list, sampling: Sampling, settings: dict[str, Any]) -> dict[int, Any]:
-        """Return the result of each completion by its index. A completion without a result was lost."""
+        """Run continuous batching, and return the results by index of the completion. A missing result was lost."""
         from transformers import ContinuousBatchingConfig
 
         results: dict[int, Any] = {}
-        # With -1, there is no stop token. With None, transformers would use the stop tokens of the checkpoint.
+        # -1 means that there is no stop token. With None, transformers would use the checkpoint's stop tokens.
         stops = list(sampling.stop_token_ids) or -1
         longest = max(new for _, new in work)
         with inner.continuous_batching_context_manager(
@@ -183,8 +183,8 @@ class PagedEngine(RolloutEngine):
             continuous_batching_config=ContinuousBatchingConfig(**settings),
             block=True,
         ) as manager:
-            # Pause if this version of transformers can, and add all requests before the first step. Otherwise, the result of
-            # sampling with a seed would depend on timing.
+            # Pause if this version of transformers supports it, so that all requests are added before the first step.
+            # Otherwise, seeded sampling would depend on timing.
             with manager.pause() if hasattr(manager, "pause") else nullcontext():
                 for number, (prompt, new) in enumerate(work):
                     manager.add_request(prompt, request_id=str(number), max_new_tokens=new, eos_token_id=stops)
@@ -200,7 +200,7 @@ class PagedEngine(RolloutEngine):
         tokens, logps = list(result.generated_tokens), list(result.logprobs)
         ended = bool(tokens) and tokens[-1] in sampling.stop_token_ids
         cut = sampling.temperature > 0 and bool(sampling.truncation)
-        # With truncation, transformers returns log-probs under the truncated distribution, which cannot be compared with the
+        # With truncation, transformers returns log-probs under the truncated distribution. They cannot be compared with the
         # trainer's.
         return Rollout(
             prompt, tokens, [] if cut else logps, "stop" if ended else "length", self.version,
@@ -208,7 +208,7 @@ class PagedEngine(RolloutEngine):
         )  # fmt: skip
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Store the version of the weights. The engine uses the trainer's own model, so it loads nothing."""
+        """Store the version of the weights. Nothing is loaded, because the engine uses the trainer's own model."""
         self.version = version
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Functions that create sampling settings: from ``generation_kwargs``, from structured outputs, and from a trainer's config."""
+"""Functions that create sampling settings: from ``generation_kwargs``, from structured outputs, or from a trainer's config."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ GUIDES = ("regex", "json", "grammar", "choice")
 
 
 def reshapes(sampling: Sampling) -> bool:
-    """Return whether penalties, structured outputs or rules change the distribution, in addition to temperature and
-    truncation.
+    """Return whether penalties, structured outputs or rules change the sampled distribution. Temperature and truncation are
+    ignored.
     """
     return sampling.repetition_penalty != 1.0 or sampling.guide is not None or has_rules(sampling)
 
 
 def structured_guide(options: object) -> tuple[str, str]:
-    r"""Convert structured outputs such as ``{"regex": "[ab]+"}`` to `posttrain.types.Sampling.guide`.
+    r"""Convert structured outputs such as ``{"regex": "[ab]+"}`` to the format of `posttrain.types.Sampling.guide`.
 
     Args:
-        options: A dict with one of ``regex``, ``json`` (a schema), ``grammar`` and ``choice`` (a list of texts).
+        options: Dict with exactly one of ``regex``, ``json`` (a schema), ``grammar`` and ``choice`` (a list of texts).
 
     Raises:
-        ConfigError: The dict has another form.
+        ConfigError: The dict does not have this form.
 
     >>> structured_guide({"choice": ["yes", "no"]}), structured_guide({"json": {"type": "object"}})
     (('choices', 'yes\nno'), ('json', '{"type": "object"}'))
@@ -55,7 +55,7 @@ def structured_guide(options: object) -> tuple[str, str]:
     return (kind, value if isinstance(value, str) else json.dumps(value))
 
 
-# Fields of transformers' ``GenerationConfig`` that are converted, and ``logit_bias`` of vLLM's ``SamplingParams``.
+# Fields of transformers' ``GenerationConfig`` that are converted. ``logit_bias`` is from vLLM's ``SamplingParams``.
 GENERATION_NAMES = (
     "eos_token_id",
     "min_new_tokens",
@@ -67,15 +67,14 @@ GENERATION_NAMES = (
 
 
 def generation_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert transformers' ``generation_kwargs`` to fields of `posttrain.types.Sampling`. Keys with other names are
-    kept unchanged.
+    """Convert transformers' ``generation_kwargs`` to fields of `posttrain.types.Sampling`. Other keys are not changed.
 
     Args:
-        options: ``generation_kwargs``. A value of None counts as not set. ``eos_token_id`` replaces the tokenizer's
-            stop tokens.
+        options: ``generation_kwargs``. A value of None means that the key is not set. ``eos_token_id`` replaces the
+            tokenizer's stop tokens.
 
     Raises:
-        ConfigError: A value has the wrong type. The message contains key and value.
+        ConfigError: A value has the wrong type. The message contains the key and the value.
 
     >>> generation_fields({"eos_token_id": 2, "suppress_tokens": [7], "logit_bias": {"5": -1}, "seed": 3})
     {'seed': 3, 'stop_token_ids': (2,), 'logit_bias': ((5, -1.0), (7, -1000000000.0))}
@@ -124,10 +123,10 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def configured_sampling(args: PostTrainingConfig, *, stop_token_ids: tuple[int, ...], seed: int) -> Sampling:
-    """Return the sampling settings that an online trainer's config describes.
+    """Return the sampling settings of an online trainer's config.
 
     Args:
-        args: Config with ``temperature``, ``top_p`` and so on. ``generation_kwargs`` override them.
+        args: Config with ``temperature``, ``top_p`` and so on. Values in ``generation_kwargs`` override these fields.
         stop_token_ids: Tokens that end a completion.
         seed: Seed of the call.
     """
@@ -148,14 +147,14 @@ def configured_sampling(args: PostTrainingConfig, *, stop_token_ids: tuple[int, 
     return Sampling(**(settings | overrides))
 
 
-# Upper bound of seeds. Every engine can represent such a seed as a signed integer.
+# Upper bound of seeds. Every engine can store seeds below this bound as signed integers.
 SEEDS = 2**62
 
 
 def derived_seed(seed: int | None, index: int) -> int | None:
-    """Return the seed of request ``index`` in a call with ``seed``. The seed is the same on every server.
+    """Return the seed of request ``index`` in a call with ``seed``. It is the same on every server.
 
-    Multiplier and increment are those of Knuth's MMIX generator, so that the seeds of consecutive requests are far
-    apart. Engines add 1, 2, ... to the seed for further completions of a request.
+    Multiplier and increment are those of Knuth's MMIX generator, so the seeds of consecutive requests are far apart. If a
+    request has several completions, engines add 1, 2, ... to its seed.
     """
     return None if seed is None else (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % SEEDS

@@ -1,4 +1,4 @@
-"""Tensors in files in shared memory. One process writes a file. Other processes read it and verify its hash. A file is
+"""Tensors in files in shared memory. One process writes a file, and other processes read it and verify its hash. A file is
 removed when the process that owns it ends.
 """
 
@@ -33,7 +33,7 @@ def checksum(data: Any) -> str:
 
 
 def write_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> str:
-    """Write a safetensors file, and return the `checksum` of its bytes.
+    """Write tensors to a safetensors file, and return the `checksum` of the file.
 
     Raises:
         OSError: The file cannot be written, for example because shared memory is full (64 MB in many containers).
@@ -42,7 +42,7 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> str:
     for name, tensor in tensors:
         tensor = tensor.detach().cpu().contiguous()
         memory = tensor.untyped_storage().data_ptr()
-        # Copy weights that share memory with a tensor that was already written, as in layers that peft repeats
+        # Copy a weight that shares memory with an earlier tensor. This happens in layers that peft repeats
         # (layer_replication).
         whole[name] = tensor.clone() if memory in seen else tensor
         seen.add(memory)
@@ -59,11 +59,11 @@ def _file_checksum(path: Path) -> str:
 
 
 def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. The tensors share the memory of the file, so copy a tensor that is
-    needed after the file is closed.
+    """Return the tensors of a safetensors file after a check of its checksum. The tensors share the file's memory. Copy a
+    tensor if you need it after the file is closed.
 
     Raises:
-        ModelError: The file's checksum is not the announced checksum, or the file is not a safetensors file.
+        ModelError: The file's checksum differs from the announced checksum, or the file is not a safetensors file.
     """
     got = _file_checksum(path)
     if got != announced:
@@ -77,12 +77,12 @@ def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
 
 
 def shared_path(path: str) -> Path:
-    """Check the path of a bucket or an adapter. The path must be ``posttrain-*/*.safetensors`` below `shared_root`, or
-    one folder deeper.
+    """Check the path of a file with weights or an adapter, and return it. The path must be ``posttrain-*/*.safetensors``
+    below `shared_root`, or one folder deeper.
 
     Raises:
-        ConfigError: The path has another form, is a link or not a file, or another user account owns the file or its
-            folder.
+        ConfigError: The path has another form, or is not a regular file. The error is also raised if another user account
+            owns the file or its folder, or can write to the folder.
     """
     file, root = Path(path), shared_root()
     known = any(file.match(f"{root}/posttrain-*/{below}*.safetensors") for below in ("", "*/"))
@@ -90,8 +90,8 @@ def shared_path(path: str) -> Path:
         raise ConfigError(
             f"path={path!r} is not a regular file {root}/posttrain-*/*.safetensors. Only such files are read."
         )
-    # Accept files of root, because root can replace any file in any case. Accept a private folder, because no other account can
-    # write to it.
+    # Accept files of root, because root can replace any file. Accept a private folder, because no other account can write to
+    # it.
     folder = root / file.relative_to(root).parts[0]
     owners = {file.stat().st_uid, folder.stat().st_uid} - {os.geteuid(), 0}
     if owners or folder.stat().st_mode & 0o022:
@@ -105,14 +105,14 @@ def shared_path(path: str) -> Path:
 
 
 def shared_root() -> Path:
-    """Return the folder in which processes of this machine share weights: shared memory if available, else the
-    temporary folder.
+    """Return the folder in which processes of this machine share weights: shared memory if available, else the temporary
+    folder.
     """
     return SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else Path(tempfile.gettempdir()).resolve()
 
 
 def hold(folder: Path) -> int | None:
-    """Lock a folder until this process ends. Return None if another process has locked or removed it."""
+    """Lock a folder until this process ends. Return None if another process has locked or removed the folder."""
     import fcntl  # Systems without fcntl do not use shared memory.
 
     try:
@@ -129,9 +129,9 @@ def hold(folder: Path) -> int | None:
 
 
 def remove_orphans(root: Path | None = None) -> None:
-    """Remove folders of weights whose process has ended. `hold` locks the folder of a running process.
+    """Remove folders of weights whose process has ended. A running process holds the lock of its folder (`hold`).
 
-    The test uses the lock and not the process id, because process ids are reused and differ between containers.
+    The lock is tested instead of the process id, because process ids are reused and differ between containers.
     """
     for path in (shared_root() if root is None else root).glob("posttrain-[0-9]*-*/"):
         lock = hold(path)
@@ -141,16 +141,16 @@ def remove_orphans(root: Path | None = None) -> None:
 
 
 class SharedFolder:
-    """A folder in shared memory that this process owns. The folder is removed when the last reference to this object is
-    deleted.
+    """Folder in shared memory that this process owns. It is removed when the last reference to this object is deleted.
 
-    If the process is killed, another process removes the folder (`remove_orphans`).
+    If the process is killed, another process removes the folder later (`remove_orphans`).
     """
 
     def __init__(self) -> None:
         remove_orphans()
         lock = None
-        # Try again if another process removed the folder before it was locked, because it looked like that of an ended process.
+        # Try again if another process removed the folder before it was locked. An unlocked folder looks like that of an
+        # ended process.
         while lock is None:
             self.path = Path(tempfile.mkdtemp(prefix=f"posttrain-{os.getpid()}-", dir=shared_root()))
             lock = hold(self.path)

@@ -1,4 +1,4 @@
-"""The weights of a model with merged adapters, and their transfer to other processes on this machine."""
+"""Weights of a model with merged adapters, and their transfer to other processes on this machine."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def clean_name(name: str) -> str:
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
-    """Yield, for each weight of the base model's checkpoint, its name and a function that computes it.
+    """Yield the name of each weight in the base model's checkpoint, and a function that computes the weight.
 
-    The function returns the weight itself. If active adapters change it, the function returns a new tensor with the
-    adapters merged (``W + scale B A`` for LoRA). Weights that bitsandbytes has quantized are dequantized. Tied weights
-    are yielded once, under the name of their source.
+    The function returns the weight itself. If active adapters change the weight, the function returns a new tensor with the
+    adapters merged (``W + scale B A`` for LoRA). Weights that bitsandbytes has quantized are dequantized. Tied weights are
+    yielded once, under the name of their source.
 
     Args:
-        model: A transformers or peft model, wrapped or not.
+        model: A transformers or peft model, with or without wrappers.
 
     Raises:
         ModelError: The adapter cannot be expressed as weights of the base model.
@@ -84,8 +84,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
-    """Yield each weight's name, a function that computes it, and the identities of the tensors from which it is
-    computed. A layer with an adapter is handled as a whole; its submodules are not visited.
+    """Yield each weight's name, a function that computes the weight, and the identities of the tensors that it is computed
+    from. A layer with an adapter is handled as a whole, and its submodules are not visited.
     """
     special = _adapted(module, prefix)
     if special is not None:
@@ -97,7 +97,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozens
 
 
 def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
-    """Yield the same as `_walk` for the submodules of a module, but not for the module's own parameters."""
+    """Yield the same items as `_walk` for the submodules of a module, but not for its own parameters."""
     hidden = module._non_persistent_buffers_set
     for name, buffer in module.named_buffers(recurse=False):
         if name not in hidden:
@@ -107,13 +107,15 @@ def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozen
 
 
 def _identities(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Return the memory addresses of tensors. Tied adapters are transposed views with the same address."""
+    """Return the memory addresses of tensors. Tied adapters are transposed views with equal addresses."""
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     return frozenset(tensor.data_ptr() or id(tensor) for tensor in local)
 
 
 def _itself(tensor: Tensor, layer: nn.Module | None = None) -> Getter:
-    """Return a function that returns the whole tensor. If it is the quantized weight of ``layer``, it is dequantized."""
+    """Return a function that returns the whole tensor. If the tensor is the quantized weight of ``layer``, it is
+    dequantized.
+    """
 
     def read() -> Tensor:
         if layer is not None and is_packed(tensor):
@@ -126,15 +128,15 @@ def _itself(tensor: Tensor, layer: nn.Module | None = None) -> Getter:
 
 
 def _stored(layer: Any, name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of a layer in the layout of the checkpoint. A quantized layer that replaces a ``Conv1D`` (GPT-2) has
-    the transposed weight.
+    """Return a tensor of a layer in the checkpoint's layout. If a quantized layer replaces a ``Conv1D`` (GPT-2), its weight
+    is transposed.
     """
     source = getattr(layer, "source_cls", None)
     return tensor.T if name == "weight" and source is not None and source.__name__ == "Conv1D" else tensor
 
 
 def _adapted(module: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]] | None:
-    """Return the weights of a layer that peft has replaced. Return None for all other modules."""
+    """Return the weights of a layer that peft has replaced, or None for other modules."""
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     if isinstance(module, TrainableTokensWrapper):
@@ -147,9 +149,7 @@ def _adapted(module: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[
 
 
 def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
-    """Yield the weights of a layer with an adapter. If an active adapter changes a weight, it is merged when the weight
-    is read.
-    """
+    """Yield the weights of a layer with an adapter. A weight that an active adapter changes is merged when it is read."""
     base = layer.get_base_layer()
     if not isinstance(layer, ParamWrapper) and any(base.children()):
         raise ModelError(
@@ -164,13 +164,13 @@ def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int
             yield prefix + name, _itself(parameter, base), _identities([parameter])
         else:
             yield prefix + name, _merged(layer, tuner, base, name), _identities([parameter, *adapters])
-    # The base layer of a ParamWrapper can be any module (e.g. a router or a sequence mixer).
+    # The base layer of a ParamWrapper can be any module, for example a router or a sequence mixer.
     yield from _below(base, prefix)
 
 
 def _tuner_of(layer: Any, name: str) -> Any:
-    """Return the tuner layer that changes a weight of the base layer. For expert tensors, peft nests several wrappers,
-    each of which changes one weight.
+    """Return the tuner layer that changes a weight of the base layer. For expert tensors, peft nests several wrappers, and
+    each of them changes one weight.
     """
     while isinstance(layer, ParamWrapper):
         if layer.parameter_name == name:
@@ -218,7 +218,7 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
 def _merged_dequantized(layer: Any, base: Any, name: str) -> Tensor:
     """Return a weight of a quantized base layer with the active adapters merged by peft.
 
-    peft's layers for quantized weights quantize the merged weight again. Therefore, this function merges in a copy of the
+    peft's layers for quantized weights quantize the merged weight again. Therefore, the adapters are merged in a copy of the
     layer with a dequantized base layer. The sum is computed in float32 and rounded once.
     """
     weight = dequantized_weight(base)
@@ -239,11 +239,10 @@ def _merged_dequantized(layer: Any, base: Any, name: str) -> Tensor:
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Raise an error if an adapter cannot be merged into the base weights. To test this, one layer of each kind is
-    merged.
+    """Raise an error if an adapter cannot be merged into the base weights. The test merges one layer of each kind.
 
     Args:
-        model: A transformers or peft model whose parameters are not sharded yet.
+        model: A transformers or peft model with parameters that are not sharded yet.
 
     Raises:
         ModelError: The adapter cannot be expressed as weights of the base model, or peft cannot merge one of its
@@ -252,7 +251,7 @@ def check_mergeable(model: nn.Module) -> None:
     if not adapters_of(model):
         return
     for _ in merged_weights(model):
-        # `merged_weights` raises all errors that do not depend on merging before it yields the first weight.
+        # Before its first weight, `merged_weights` raises all errors that do not depend on merging.
         break
     kinds = set()
     for layer in causal_lm(model).modules():
@@ -267,14 +266,14 @@ def check_mergeable(model: nn.Module) -> None:
 
 
 def plain_lora(layer: nn.Module) -> bool:
-    """Return whether a layer's active adapters only add ``scale B A`` with two linear layers A and B (no DoRA, no bias)."""
+    """Return whether a layer's active adapters only add ``scale B A``, where A and B are linear layers (no DoRA, no bias)."""
     if (
         not isinstance(layer, LoraLayer)
         or not isinstance(layer.lora_A, nn.ModuleDict)
         or isinstance(layer, ParamWrapper)
     ):
         return False
-    # Exclude variants such as DoRA, which do more than add a product. Some packed layers do not list their variants.
+    # Exclude variants that do more than add a product, such as DoRA. Some packed layers do not list their variants.
     more = (
         layer.use_dora.get(n) or n in layer.lora_variant or layer.lora_bias.get(n) or n in layer.lora_embedding_A
         for n in layer.active_adapters
@@ -301,23 +300,24 @@ def _delta(layer: Any, name: str) -> Tensor:
     return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 
 
-# Number of versions whose files are kept. A worker may still read the version before the newest.
+# Number of versions whose files are kept. A worker may still read the version before the latest one.
 VERSIONS_KEPT = 2
 
 
 class SharedWeights:
-    """Sends weights to other processes on this machine through files. For each version, it writes a file with the
-    weights. After that, the object writes ``latest.json`` with the version's number and hash.
+    """Sends weights to other processes on this machine through files. Each version is written to a file. Then
+    ``latest.json`` is written, with the version's number and hash.
 
-    The class implements `WeightTransferProtocol`. Generation is not paused, because each worker loads a new version
-    when it needs it.
+    This class implements `WeightTransferProtocol`. Generation is not paused, because each worker loads a new version when it
+    needs the version.
 
     Args:
-        folder: Folder of the weights. None: a new folder in shared memory if available, else in the temporary folder.
+        folder: Folder of the weights. None: a new folder is created, in shared memory if available, else in the temporary
+            folder.
 
     Attributes:
-        probe: Token sequences for which workers compute log-probs with the next version. The trainer compares them with
-            its own. None: no comparison.
+        probe: Token sequences. Workers compute their log-probs with the next version, and the trainer compares these
+            log-probs with its own. None: no comparison.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -327,7 +327,7 @@ class SharedWeights:
         self._own: SharedFolder | None = None
 
     def init_weight_transfer(self) -> None:
-        """Create the folder."""
+        """Create the folder of the weights."""
         if not self.folder.name:
             self._own = SharedFolder()
             self.folder = self._own.path
@@ -337,8 +337,8 @@ class SharedWeights:
         """Do nothing. Workers continue with the weights that they have."""
 
     def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the next version and announce it as the latest. Every tensor is read, because reading sharded tensors
-        is a collective.
+        """Write the next version, and announce it as the latest. Every tensor is read, because reading sharded tensors is a
+        collective operation.
 
         Raises:
             WeightSyncError: The file could not be written correctly, for example because shared memory is full.
@@ -368,7 +368,7 @@ class SharedWeights:
         """Do nothing, because nothing was paused."""
 
     def destroy(self) -> None:
-        """Remove the files, and the folder if this object created it."""
+        """Remove the files of the weights. Also remove their folder if this object created it."""
         if self._own is not None:
             self._own.close()
         elif self.folder.name:
@@ -376,7 +376,7 @@ class SharedWeights:
 
 
 def remove_weights(folder: Path) -> None:
-    """Remove the files with shared weights. Also remove their folder, unless the user passed it."""
+    """Remove the files with shared weights. Also remove their folder, unless a user chose it."""
     if folder.name.startswith("posttrain-"):
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -385,8 +385,8 @@ def remove_weights(folder: Path) -> None:
 
 
 def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tuple[dict[str, Tensor], int, Any]:
-    """Return the newest weights if their version is at least ``version``. Also return their version and the probe
-    sequences, or None.
+    """Return the latest weights, their version, and the probe sequences or None. Wait until the version is at least
+    ``version``.
 
     Args:
         folder: Folder of a `SharedWeights`.
@@ -419,10 +419,10 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
 
 @torch.no_grad()
 def copy_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy weights into a model. The names of the weights must be exactly the names of the model's parameters.
+    """Copy weights into a model. Their names must be exactly the names of the model's parameters.
 
     Raises:
-        ModelError: Names or shapes differ, so the two models have different architectures.
+        ModelError: Names or shapes differ, so the weights belong to a model with another architecture.
     """
     own = {name: read() for name, read in merged_weights(model)}
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
@@ -437,7 +437,7 @@ def copy_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def as_dtype(name: Any) -> torch.dtype | None:
-    """Return the dtype with this name, with or without ``torch.``. Return None if there is no such dtype.
+    """Return the dtype with this name, with or without the prefix ``torch.``. Return None if there is no such dtype.
 
     >>> as_dtype("torch.bfloat16"), as_dtype("auto")
     (torch.bfloat16, None)
@@ -447,20 +447,20 @@ def as_dtype(name: Any) -> torch.dtype | None:
 
 
 class Weights:
-    """The current weights of a model, as an iterable of pairs (name, tensor). Each weight is computed when it is read.
+    """Weights of a model, as an iterable of pairs (name, tensor). Each weight is computed when it is read.
 
-    If parameters are sharded, iteration is a collective operation: all ranks must iterate, even if only one rank sends.
+    If parameters are sharded, iteration is a collective operation. All ranks must iterate, even if only one rank sends.
 
     Args:
-        model: The trainer's model, wrapped or not, with or without adapters.
-        dtype: Dtype to cast floating-point tensors to. None: keep their dtype.
-        checkpoint_names: Whether to use the names and layout that ``save_pretrained`` writes, where they differ from
-            the model's parameters (experts).
+        model: The trainer's model, with or without wrappers and adapters.
+        dtype: Dtype to which floating-point tensors are cast. None: tensors are not cast.
+        checkpoint_names: Whether to use the names and the layout that ``save_pretrained`` writes. They differ from those of
+            the model's parameters for some models, for example those with experts.
         adapters: Whether active adapters are merged into the weights. False: the weights are those of the base model.
 
     Attributes:
-        names: Names of all weights. The names are available without computing the weights.
-        nbytes: Number of bytes that the last iteration yielded.
+        names: Names of all weights. They are known without computing the weights.
+        nbytes: Number of bytes of the tensors that the last iteration yielded.
 
     Raises:
         ModelError: The model has adapters and its parameters are flattened (FSDP1).
@@ -505,14 +505,14 @@ class Weights:
 def save_merged(model: nn.Module, folder: str | Path) -> None:
     """Save a transformers checkpoint of the base model with the active adapters merged. The model is not changed.
 
-    Weights that bitsandbytes has quantized are saved dequantized, without ``quantization_config``.
+    Weights that bitsandbytes has quantized are saved as dequantized weights, without ``quantization_config``.
 
-    If an adapter changes only one of two tied matrices, an error is raised, because the saved model would differ from
-    the model with the adapter. peft's ``merge_and_unload`` does not check this.
+    An error is raised if an adapter changes only one of two tied matrices. The saved model would differ from the model with
+    the adapter. peft's ``merge_and_unload`` does not check this.
 
     Args:
         model: A peft model, or any transformers model.
-        folder: Folder to create.
+        folder: Folder of the new checkpoint.
 
     Raises:
         ModelError: The adapter cannot be expressed as weights of the base model, or the weights are quantized with another
@@ -531,8 +531,8 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
         )
     seen: set[int] = set()
     weights = {}
-    # Copy tensors that have several names. Layers that peft repeats (layer_replication) share tensors, which a safetensors file
-    # does not allow.
+    # Copy tensors that have several names. Layers that peft repeats (layer_replication) share tensors, but a safetensors
+    # file does not allow shared tensors.
     for name, tensor in Weights(model):
         weights[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
@@ -547,8 +547,8 @@ def checkpoint_weights(model: nn.Module, weights: dict[str, Tensor]) -> dict[str
 
 
 def _without_quantization(model: Any) -> Any:
-    """Return a shallow copy of a quantized model, whose attributes describe a checkpoint with dequantized weights. Return
-    other models themselves.
+    """Return a shallow copy of a quantized model. Its attributes describe a checkpoint with dequantized weights. Other
+    models are returned unchanged.
     """
     if getattr(model, "hf_quantizer", None) is None:
         return model
@@ -561,12 +561,12 @@ def _without_quantization(model: Any) -> Any:
 
 
 def _unpacks(conversion: Any) -> bool:
-    """Return whether a conversion of transformers unpacks a quantized checkpoint. It cannot be reverted."""
+    """Return whether a conversion of transformers unpacks a quantized checkpoint. Such a conversion cannot be reverted."""
     return any(hasattr(operation, "hf_quantizer") for operation in getattr(conversion, "operations", ()))
 
 
 def renamed(model: nn.Module) -> bool:
-    """Return whether the names or the layout of the model's parameters differ from those in its checkpoint."""
+    """Return whether names or layout of the model's parameters differ from those in its checkpoint."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     base = _without_quantization(causal_lm(model))

@@ -25,5 +25,5 @@ OptimizerClass: TypeAlias = tuple[type[Optimizer], dict[str, Any]]
 Metrics: TypeAlias = Callable[[EvalPrediction], dict[str, float]]
 Adapter: TypeAlias = "PeftConfig"
 Quantization: TypeAlias = "QuantizationConfigMixin"
-# One or several rewards. Each is a function, a reward model, or the folder or Hub id of a reward model.
+# One or several rewards. Each reward is a function, a reward model, or the folder or Hub id of a reward model.
 Rewards: TypeAlias = Callable | nn.Module | str | list[Any] | Mapping[str, Any]

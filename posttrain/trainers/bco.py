@@ -38,25 +38,25 @@ if TYPE_CHECKING:
 class BCOTrainer(PreferenceTrainer):
     """Trainer of BCO, which trains on answers labeled good or bad with the loss of a binary classifier.
 
-    The loss of a good answer is ``-logsigmoid(r - delta)``, and that of a bad answer is ``-logsigmoid(-(r - delta))``. The
+    The loss of a good answer is ``-logsigmoid(r - delta)``. The loss of a bad answer is ``-logsigmoid(-(r - delta))``. The
     reward ``r`` is ``beta`` times the log-ratio of policy and reference.
 
-    delta is the running mean of all rewards so far, including those of the current optimizer step. delta is saved with
-    every checkpoint. Evaluation uses delta without changing it. If an optimizer step has one forward pass, this pass
-    updates delta from its own rewards. If the step has several passes (accumulation, or rows that do not fit into one
-    pass), additional passes without gradients first compute all rewards of the step. Accumulation therefore changes
+    delta is the running mean of all rewards so far, including the current optimizer step. Checkpoints contain delta.
+    Evaluation uses delta without changing it. If an optimizer step has only one forward pass, this pass updates delta from
+    its rewards. A step has several passes with gradient accumulation, or if rows do not fit into one pass. In this case,
+    additional passes without gradients first compute all rewards of the step. Gradient accumulation therefore changes
     neither delta nor the gradient.
 
-    With ``embedding_func``, bad answers are weighted by how much their prompts resemble the prompts of good answers.
+    With ``embedding_func``, a bad answer has a larger weight if its prompt resembles the prompts of good answers.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
-        ref_model: Reference model. If None, the reference is the policy with its initial weights: a frozen copy, or, with
-            ``peft_config``, the policy with its adapter disabled.
+        ref_model: Reference model. If None, the reference is a frozen copy of the initial policy. With ``peft_config``, it
+            is the policy with its adapter disabled.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         embedding_func: Function ``f(input_ids, attention_mask)`` that computes embeddings of tokenized prompts. The
             embeddings determine the weights of bad answers.
-        embedding_tokenizer: Tokenizer for ``embedding_func``. Both must be set together.
+        embedding_tokenizer: Tokenizer for ``embedding_func``. Set both arguments or neither.
         data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``prompt``, ``completion`` and ``label`` (True for a good answer), or with pairs.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
@@ -65,11 +65,11 @@ class BCOTrainer(PreferenceTrainer):
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. If an entry is None, it is created from ``args``.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        quantization_config: Quantization config for loading ``model`` from a path or Hub id.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
@@ -127,7 +127,8 @@ class BCOTrainer(PreferenceTrainer):
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """Tokenize a dataset. With an embedding function, add the weight of each bad answer.
 
-        The weights are computed once, from the probability that an answer to the prompt is good.
+        The weights are computed once. The weight of a bad answer depends on the probability that an answer to its prompt is
+        good.
         """
         prepared = super().prepare(dataset, name, training=training)
         if self.embedding is None:
@@ -167,9 +168,9 @@ def with_delta(
     Args:
         run: Run of `BCO`.
         inputs: Items of the loader.
-        micro_batches: Their batches.
+        micro_batches: Batches of each item.
         mode: ``train`` or ``eval``.
-        prepare: Function that adds the reference's log-probs, see `Hooks.prepare`.
+        prepare: Function that adds the reference's log-probs; see `Hooks.prepare`.
     """
     micro_batches = prepare(run, inputs, micro_batches, mode)
     if mode == "train":
@@ -181,14 +182,16 @@ def with_delta(
 
 
 def move_in_passes_of_its_own(run: Run, micro_batches: list[list[Batch]]) -> None:
-    """Update delta in additional passes without gradients, if the forward pass that would have updated it is split."""
+    """Update delta in additional passes without gradients. Do so if the single forward pass that would update delta is
+    split.
+    """
     if run.progress.own.moves_in_pass:
         move_delta(run, micro_batches)
 
 
 def move_delta(run: Run, micro_batches: list[list[Batch]]) -> None:
-    """Update BCO's reward baseline delta with the rewards of these micro-batches on all ranks. The rewards are computed
-    without gradients.
+    """Update BCO's threshold delta with the rewards of these micro-batches on all ranks. The rewards are computed without
+    gradients.
     """
     ratios = log_ratios(run, [batch for micro in micro_batches for batch in micro])
     rewards = torch.cat([torch.zeros(0), *((run.args.beta * ratio).cpu() for ratio in ratios)])

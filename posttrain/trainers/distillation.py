@@ -90,42 +90,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of tokens per forward pass that are listed in the column worst_tokens of the completions table.
+# Number of tokens per forward pass that are stored in the column worst_tokens of the completions table.
 WORST = 5
 
 
 def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
-    """Raise an error. Runs without rewards use this function as a placeholder for reward functions."""
+    """Raise an error. Runs without rewards pass this placeholder as their reward function."""
     raise AssertionError("the reward placeholder of distillation was called")
 
 
 def no_rewards(generation: RolloutBatch) -> RewardTable:
-    """Return a reward table without functions."""
+    """Return a reward table that has no reward functions."""
     return RewardTable(torch.empty(len(generation.rollouts), 0), [], torch.empty(0))
 
 
 class DistillationTrainer(OnlineTrainer):
-    """Train a student on a teacher's next-token distributions (distillation). The config selects the completions, the
-    divergence and the teacher.
+    """Trainer of distillation: a student is trained on the next-token distributions of a teacher. The config selects the
+    completions, the divergence and the teacher.
 
     Args:
         model: Student to train, as a path, Hub id, model object or peft model.
-        teacher_model: Teacher as a path, Hub id or model object, or a mapping from names to teachers. With several
-            teachers, the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them.
-            If None, ``args`` sets the teacher.
+        teacher_model: Teacher as a path, Hub id or model object, or a mapping from names to teachers. With several teachers,
+            the column ``teacher_id`` selects one for each row, or ``args.teacher_weights`` mixes them. If None, ``args``
+            selects the teacher.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
-        train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
+        train_dataset: Dataset with ``prompt`` and optionally ``completion``, or with ``messages``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the student. If None, the tokenizer is loaded from the student's path or Hub
             id.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
-        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        optimizers: Tuple of optimizer and learning-rate scheduler. If an entry is None, it is created from ``args``.
+        quantization_config: Quantization config for loading ``model`` from a path or Hub id.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         tools: Not supported. It must be None. To train with tools, use `GRPOTrainer`.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
-        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's
+            path or Hub id. If the teacher was built in memory, the student's tokenizer is used.
+        teacher_server: Client of a server that scores completions (see `ServerTeacher`), or several clients by name.
         reward_funcs: Not supported. It must be None. Among the distillation methods, only MiniLLM and SDPO use rewards.
         formatting_func: Not supported. It must be None. Use ``dataset.map`` to create the columns ``prompt`` and ``completion``
             instead.
@@ -137,7 +137,7 @@ class DistillationTrainer(OnlineTrainer):
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.
+        reward_processing_classes: Not used. Among the distillation methods, only MiniLLM and SDPO use rewards.
         rollout_func: Not supported. It must be None. Use `GRPOTrainer` instead.
         environment_factory: Not supported. It must be None. To train in environments, use `GRPOTrainer`.
 
@@ -188,14 +188,14 @@ class DistillationTrainer(OnlineTrainer):
             raise ConfigError(
                 "formatting_func is not supported. Fix: use dataset.map to create the columns prompt and completion."
             )
-        # For each mode and index of a completion: additional data that the teacher needs for the completion, as a JSON value.
+        # Additional data that the teacher needs for each completion, as a JSON value, by mode and number of the completion.
         self.kept: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
         self.score_files: dict[str, ScoreFile] = {}
         self.columns: int | None = None
-        # Tokens with the largest divergence, as pairs: index of the completion, and text.
+        # Tokens with the largest divergence, as pairs: number of the completion, and text.
         self._worst: list[tuple[float, str]] = []
         self._row_of: dict[float, dict[str, Any]] = {}
-        # Processor of the teacher's images. It is None if the teacher reads the student's token ids.
+        # Processor of the teacher's images. None: the teacher reads the student's token ids.
         self.teacher_vision: Any = None
 
         rewards = reward_funcs or _unrewarded
@@ -232,30 +232,30 @@ class DistillationTrainer(OnlineTrainer):
         self._check_teacher_names()
         self._check_own_divergence()
         if self.keeps_completions:
-            # Completions are not exchanged between ranks, because their additional data is stored only on one rank.
+            # Do not exchange completions between ranks, because their additional data is stored on only one rank.
             self.args.balance_ranks = False
 
     @property
     def axes(self) -> Axes:
-        """Properties of the loss."""
+        """Properties of the distillation loss."""
         return self.method.axes
 
     @property
     def may_read_images(self) -> bool:
-        """Whether prompts may contain images. True if the student supports them."""
+        """Whether prompts may contain images. They may if the student supports images."""
         return self.vision.images
 
     # Teachers ----------------------------------------------------------------------------------------------------
 
     @property
     def teacher(self) -> ModelTeacher:
-        """The teacher in this process. Reading it raises an error if there is no teacher or if there are several."""
+        """The single teacher in this process. Reading this property raises an error if there is no teacher or several."""
         (one,) = self.teachers.values()
         return one
 
     @property
     def teacher_names(self) -> list[str]:
-        """Names of the teachers, in the order of their numbers. The name of a single teacher is ""."""
+        """Names of the teachers, in the order of their numbers. A single teacher has the name ""."""
         return list(self.servers or self.teachers)
 
     @property
@@ -297,7 +297,7 @@ class DistillationTrainer(OnlineTrainer):
             )
 
     def _score_on_servers(self, servers: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-        """Connect to teacher servers, test each one, and compare its tokenizer with the student's."""
+        """Connect to the teacher servers, send each of them a test request, and compare its tokenizer with the student's."""
         args, named = self.args, by_name(self.args.teacher_model_name_or_path)
         probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
         trust = {"trust_remote_code": args.trust_remote_code, "revision": args.teacher_model_revision}
@@ -312,7 +312,7 @@ class DistillationTrainer(OnlineTrainer):
                 self._compared(inner_tokenizer(own), None, None)
 
     def _check_teacher_names(self) -> None:
-        """Validate the names of several teachers in ``teacher_weights`` or in the column ``teacher_id``."""
+        """Check the names of several teachers in ``teacher_weights`` or in the column ``teacher_id``."""
         args, names = self.args, self.teacher_names
         weights = args.teacher_weights
         if weights is not None and set(weights) != set(names):
@@ -337,10 +337,10 @@ class DistillationTrainer(OnlineTrainer):
                         self.teacher_number(value, f"{name} row {row}: ")
 
     def teacher_number(self, value: object, where: str = "") -> float:
-        """Return the number of a row's teacher. With a single teacher it is always 0.
+        """Return the number of a row's teacher. The number of a single teacher is 0.
 
         Raises:
-            DataError: The name is unknown. ``where`` is the row for the message.
+            DataError: The name is unknown. The message starts with ``where``, which describes the row.
         """
         names = self.teacher_names
         if len(names) < 2:
@@ -353,7 +353,7 @@ class DistillationTrainer(OnlineTrainer):
         return float(names.index(str(value)))
 
     def _own_teacher(self, kind: str) -> None:
-        """Use the student as its own teacher: its current, initial or averaged weights."""
+        """Use the student as its own teacher, with its current, initial or averaged weights."""
         own = None if kind == "live" else Reference(self.model, fresh_adapter=self.fresh_adapter and kind == "base")
         if own is not None and own.copy is not None:
             self.teacher_model = own.copy.to(self.args.device)
@@ -378,7 +378,7 @@ class DistillationTrainer(OnlineTrainer):
         if loaded:
             names = ("teacher_model_init_kwargs", "teacher_model_revision")
             warn_of_unused({name: vars(args)[name] for name in names})
-        # Load no tokenizer if there is no teacher. `load_teacher` raises an error in this case.
+        # Do not load a tokenizer if there is no teacher. `load_teacher` then raises an error.
         if tokenizer is None and (loaded or teacher_id(teacher, args)):
             trust = {
                 "trust_remote_code": args.trust_remote_code,
@@ -403,11 +403,11 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether the teacher uses the student's token ids."""
+        """Whether student and teacher use the same token ids."""
         return True
 
     def _log_roles(self, teacher: str) -> None:
-        """Report a finding if the teacher is the same model as the student, because the divergence is then 0."""
+        """Report a finding if teacher and student are the same model, because the divergence is then 0."""
         args = self.args
         revisions = {(args.model_init_kwargs or {}).get("revision") or "main", args.teacher_model_revision or "main"}
         trained = adapters_of(self.model) and not self.fresh_adapter
@@ -441,7 +441,7 @@ class DistillationTrainer(OnlineTrainer):
         self.columns = match.columns if match.verdict != "identical" else None
 
     def _compared(self, tokenizer: Tokenizer, width: int | None, generation_config: Any) -> TokenizerMatch:
-        """Check that each token id has the same meaning in the tokenizers of student and teacher."""
+        """Check that each token id has the same meaning for student and teacher. Return the result of the comparison."""
         own = generation_config_of(causal_lm(self.model))
         stops = (terminal_token_ids(self.processing_class, own), terminal_token_ids(tokenizer, generation_config))
         widths = (logit_width(self.model), width)
@@ -452,34 +452,33 @@ class DistillationTrainer(OnlineTrainer):
         return match
 
     def _choose_layout(self, model: nn.Module) -> Layout:
-        """Choose the layout in the same way as the parent class, but with one batch row per forward pass, because the
-        teacher also needs memory.
+        """Choose the layout as in the parent class, but with one batch row per forward pass, because the teacher also needs
+        memory.
         """
         return replace(super()._choose_layout(model), pass_tokens=0)
 
     # Data --------------------------------------------------------------------------------------------------------
 
     def make_prompt_source(self) -> PromptSource:
-        """Create the prompt source. The source keeps all columns, because answers and privileged context are needed
-        later.
-        """
+        """Create the prompt source. It keeps all columns, because answers and privileged context are needed later."""
         source = super().make_prompt_source()
         source.drops_columns = False
         return source
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Prepare prompts as the other online trainers do, and tokenize the answers if the config uses them."""
+        """Prepare prompts as in other online trainers. Also tokenize the answers if the config uses them."""
         train = self.prepare(train, "train_dataset", training=True)
         return super().prepare_datasets(train, None if evaluation is None else self.prepare_evaluation(evaluation))
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize the answers of a dataset if they are used. A prepared dataset is returned unchanged."""
+        """Tokenize the answers of a dataset if the config uses them. A prepared dataset is returned unchanged."""
         args, dataset = self.args, with_prompt_column(dataset)
         # The column names of a mapped stream are unknown.
         columns = get_dataset_column_names(dataset) if hasattr(dataset, "column_names") else []
         if "prompt_ids" in columns:
             return dataset
-        # Datasets that this class has prepared also have prompt_ids, so these completion ids come from another source.
+        # A dataset that this class has prepared also has prompt_ids, so these completion ids come from another source.
+        # Remove them.
         if "completion_ids" in columns:
             dataset = dataset.remove_columns(["completion_ids"])
         answered = args.eval_mode != "student" and "completion" in columns
@@ -516,7 +515,9 @@ class DistillationTrainer(OnlineTrainer):
         self.columns = len(self.processing_class)
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert dataset answers to rows. If the dataset has no answers, completions are sampled later."""
+        """Convert dataset answers to rows. Without answers, raise NotImplementedError, because completions are sampled
+        later.
+        """
         if not examples or "completion_ids" not in examples[0]:
             raise NotImplementedError
         ids = [(list(example["prompt_ids"]), list(example["completion_ids"])) for example in examples]
@@ -525,27 +526,27 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def samples_completions(self) -> bool:
-        """Whether completions are sampled. False: the student is only trained on the dataset's answers."""
+        """Whether completions are sampled. False: the student is trained only on the dataset's answers."""
         return self.args.lmbda > 0 or self.args.seq_kd
 
     @property
     def prompt_limit(self) -> int | None:
-        """Maximum number of tokens of a prompt. Sampling uses the same limit as dataset rows."""
+        """Maximum number of tokens of a prompt. The maximum for sampling is that of dataset rows."""
         args = self.args
         room = None if args.max_length is None else max(args.max_length - args.max_completion_length, 1)
         return min((most for most in (args.max_prompt_length, room) if most is not None), default=None)
 
     @property
     def can_dry_run(self) -> bool:
-        """Whether there are reward functions that can be tested on rows."""
+        """Whether there are reward functions that can be tested before training."""
         return self.method.takes_rewards and self.rewards.functions[0] is not _unrewarded
 
     # Sources of completions
     # ------------------------------------------------------------------------------------------------
 
     def samples(self, examples: Sequence[dict[str, Any]], settings: SampleSettings) -> list[bool]:
-        """Select the examples whose completions the student samples. Each prompt has one random number, which is equal
-        on all ranks.
+        """Return whether the student samples the completion of each example. The decision is random per prompt, and equal on
+        all ranks.
         """
         if settings.mode == "eval":
             return ["completion_ids" not in example for example in examples]
@@ -555,9 +556,9 @@ class DistillationTrainer(OnlineTrainer):
         return drawn.repeat_interleave(size)[: len(examples)].tolist()
 
     def make_online(self) -> Online:
-        """Create the sampling state in the same way as other online trainers.
+        """Create the components for sampling as in other online trainers.
 
-        If the dataset has answers, a rank without examples needs no spare prompt.
+        If the dataset has answers, a rank without examples needs no spare prompt in evaluation.
         """
 
         def spare(mode: str) -> list[dict[str, Any]]:
@@ -567,8 +568,8 @@ class DistillationTrainer(OnlineTrainer):
         return replace(super().make_online(), spare=spare)
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Return one completion per example. `samples` selects the examples that the student completes. All other
-        completions are from the dataset or the teacher.
+        """Return one completion per example. `samples` selects the examples that the student completes. Other completions
+        are from the dataset or the teacher.
         """
         self._sampled = sampled = self.samples(examples, settings)
         if all(sampled):
@@ -585,7 +586,7 @@ class DistillationTrainer(OnlineTrainer):
         return RolloutBatch(examples, *decoded(self.processing_class, rollouts, conversational=chat))
 
     def student_samples(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Sample completions from the student."""
+        """Sample one completion per example from the student."""
         return super().sample(examples, settings)
 
     @functools.cached_property
@@ -600,22 +601,22 @@ class DistillationTrainer(OnlineTrainer):
         prompts = self.prompt_source.token_ids(examples)
         requests = [Request(prompt, pictures=Prompt.pictures_of(prompt)) for prompt in prompts]
         rollouts = self._teacher_engine.generate(requests, settings.sampling)
-        # Remove the log-probs, because they are the teacher's and not the student's.
+        # Remove the log-probs, because they are the teacher's, not the student's.
         return [replace(r, logp=[], pictures=request.pictures) for r, request in zip(rollouts, requests, strict=True)]
 
     # One generation ----------------------------------------------------------------------------------------------
 
     def score(self, rollouts: RolloutBatch, mode: str) -> RewardTable:
-        """Compute the rewards of completions if the method uses rewards."""
+        """Compute the rewards of completions. If the method uses no rewards, return an empty reward table."""
         return super().score(rollouts, mode) if self.can_dry_run else no_rewards(rollouts)
 
     @property
     def scores_rewards(self) -> bool:
-        """Whether there are reward functions."""
+        """Whether completions have rewards."""
         return self.can_dry_run
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
-        """Compute advantages like other online trainers, and store the additional data that the teacher needs."""
+        """Compute advantages as in other online trainers. Also store the additional data that the teacher needs."""
         found = super().advantages(rollouts, rewards, logps)
         if len(self._sampled) == len(rollouts.rollouts):
             found = replace(found, columns={"on_policy": [float(by_student) for by_student in self._sampled]})
@@ -623,14 +624,14 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def keeps_completions(self) -> bool:
-        """Whether the teacher needs additional data of a completion."""
+        """Whether the teacher needs additional data for each completion."""
         return self.method.privileged or bool(self.servers or self.score_files)
 
     def keep(self, rollouts: RolloutBatch, found: Advantages) -> Advantages:
         """Assign a unique number to each completion, and store the additional data from `facts` under this number.
 
-        Numbers are positive in training and negative in evaluation, and differ between ranks. If rows select their
-        teacher, a column with the teacher's number is added.
+        Numbers are positive in training and negative in evaluation, and differ between ranks. If rows select their teacher,
+        ``found`` also gets a column with the teacher's number.
 
         Returns:
             ``found`` with the new columns.
@@ -646,12 +647,10 @@ class DistillationTrainer(OnlineTrainer):
         return replace(found, columns={**found.columns, "key": [float(key) for key in keys]})
 
     def _listed(self, rows: list[dict[str, Any]], evaluation: bool) -> None:
-        """Add the column ``worst_tokens`` to the table of completions. Runs in the main process before the table is
+        """Add the column ``worst_tokens`` to the completions table. This method runs in the main process before the table is
         written.
         """
-        numbered = {
-            row.pop("key"): row for row in rows if "key" in row
-        }  # Rows of rollouts from workers have no number.
+        numbered = {row.pop("key"): row for row in rows if "key" in row}  # Rows from workers have no number.
         for row in rows:
             row["worst_tokens"] = ""
             if "teacher" in row:
@@ -669,11 +668,11 @@ class DistillationTrainer(OnlineTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the additional data that the teacher needs for each completion, as JSON. The data are the row number in a
-        file of scores, the scores of a server, or a prompt for the teacher.
+        """Return the additional data that the teacher needs for each completion, as JSON values. It is a row number in a
+        score file, the scores of a server, or a prompt for the teacher.
 
         Returns:
-            One entry per completion, and ``found`` with columns that the loss needs.
+            One value per completion, and ``found`` with columns that the loss needs.
         """
         if not self.servers:
             return [int(example["score_row"]) for example in rollouts.examples], found
@@ -687,7 +686,7 @@ class DistillationTrainer(OnlineTrainer):
     def teacher_prompt(
         self, example: dict[str, Any], template: str, shown: Mapping[str, str], most: int | None
     ) -> list[int]:
-        """Fill ``template`` with the prompt and the privileged texts, and tokenize it. The result leaves space for a
+        """Fill ``template`` with the prompt and the privileged texts, and tokenize the result. It leaves space for a
         completion.
         """
         room = None if self.context is None else self.context - self.args.max_completion_length
@@ -696,8 +695,8 @@ class DistillationTrainer(OnlineTrainer):
         return privileged_prompt(example, template, shown, self.processing_class, most=most, kwargs=kwargs)
 
     def make_reference(self) -> Reference | None:
-        """Create a reference only if the loss has a GRPO term. Without such a term, ``beta`` is the parameter of the
-        divergence and not the weight of a KL penalty.
+        """Create a reference only if the loss has a GRPO term. Without a GRPO term, ``beta`` is the parameter of the
+        divergence, not the weight of a KL penalty.
         """
         return super().make_reference() if self.method.takes_rewards else None
 
@@ -713,24 +712,24 @@ class DistillationTrainer(OnlineTrainer):
         reduction: str = "batchmean",
         num_items_in_batch: Tensor | float | None = None,
     ) -> Tensor:
-        """Compute the divergence from logits, with TRL's name and arguments.
+        """Compute the divergence from logits. Name and arguments are those of TRL.
 
-        An override in a subclass replaces the divergence of the loss. The override is called with the logits and labels
-        of the loss tokens, and must return the mean over these tokens. Without an override the loss is computed in
+        If a subclass overrides this method, the override replaces the divergence in the loss. It receives the logits and
+        labels of the loss tokens, and must return the mean over these tokens. Without an override, the loss is computed in
         chunks and does not call this method.
 
         Args:
-            student_logits: ``(B, T, V)``.
-            teacher_logits: ``(B, T, V)``.
-            labels: ``(B, T)``. Positions with -100 are excluded. None: no position is excluded.
-            beta: See `posttrain.losses.distillation.divergence`.
-            temperature: Divisor of both logits.
-            reduction: ``batchmean`` (over positions with labels, else over B), ``sum``, ``mean`` (over all elements) or
-                ``none``.
-            num_items_in_batch: Divisor of the sum, which overrides ``reduction``. None: use ``reduction``.
+            student_logits: Logits ``(B, T, V)`` of the student.
+            teacher_logits: Logits ``(B, T, V)`` of the teacher.
+            labels: Labels ``(B, T)``. Positions with the label -100 are excluded. None: no position is excluded.
+            beta: Parameter of the divergence; see `posttrain.losses.distillation.divergence`.
+            temperature: Temperature that divides the logits of the two models.
+            reduction: ``batchmean`` (mean over positions with labels, or over B without labels), ``sum``, ``mean`` (mean
+                over all elements) or ``none``.
+            num_items_in_batch: Number that divides the sum. It overrides ``reduction``. None: ``reduction`` is used.
 
         Returns:
-            A scalar, or one value per position and id with ``none``.
+            A scalar. With ``none``, one value per position and token id.
         """
         log_q, log_p = ((logits / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits))
         if labels is not None:
@@ -747,7 +746,7 @@ class DistillationTrainer(OnlineTrainer):
         return jsd.sum() if reduction == "sum" else jsd.mean() if reduction == "mean" else jsd
 
     def _check_own_divergence(self) -> None:
-        """Reject an override of `generalized_jsd_loss` if the loss does not compare full logits of both models."""
+        """Raise an error if `generalized_jsd_loss` is overridden, but the loss does not compare full logits of two models."""
         owner, axes = user_override(type(self), "generalized_jsd_loss"), self.axes
         self._own_divergence = None if owner is None else self.generalized_jsd_loss
         exact = (axes.support, axes.estimator, axes.prefix) == ("full", "exact", None)
@@ -760,7 +759,7 @@ class DistillationTrainer(OnlineTrainer):
             )
 
     def comparison(self, batch: Batch) -> Any:
-        """Return the function that the student's output layer calls to compare its logits with the teacher's. None:
+        """Return the function with which the student's output layer compares its logits with the teacher's. Return None if
         there is no teacher.
         """
         if self.axes.support == "none":
@@ -777,7 +776,7 @@ class DistillationTrainer(OnlineTrainer):
         return Comparison(self.axes, shares_of_batch(batch, self.args.teacher_weights, names, say), **options)
 
     def teacher_of(self, batch: Batch, name: str = "", members: Sequence[int] | None = None) -> Any:
-        """Return the outputs of one teacher for a batch, or for some of its sequences."""
+        """Return the outputs of one teacher, for all sequences of a batch or for the sequences in ``members``."""
         if self.score_files:
             return scores_of_batch(batch, self._fact, members)
         if self.servers:
@@ -786,7 +785,7 @@ class DistillationTrainer(OnlineTrainer):
 
     @staticmethod
     def _watch_tokens(run: Run, batches: list[Batch], counts: Denominators) -> bool:
-        """Raise an error if a step has no answer token. Warn if all completions of the step are excluded from the
+        """Raise an error if a step has no answer token. Log a warning if all completions of the step are excluded from the
         loss.
         """
         if counts.tokens == counts.sequences == 0:
@@ -802,13 +801,13 @@ class DistillationTrainer(OnlineTrainer):
         return True
 
     def never_written(self, vision: Media, width: int) -> Tensor | None:
-        """Return the ids of image placeholders and markers that are below ``width``. These ids are never sampled. None:
-        there are no images.
+        """Return the ids of image placeholders and markers below ``width``, which are never sampled. Without images,
+        return None.
         """
         return None if vision.reader is None else torch.tensor(vision.reader.never(width), device=self.args.device)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """Compute the loss with `distillation_objective`. In training, store the tokens with the largest divergence."""
+        """Compute the loss with `distillation_objective`. In training, also store the tokens with the largest divergence."""
         loss = super().objective(outputs, batch)
         if self.model.training and "gap" in outputs.compared and "key" in batch.columns:
             values = outputs.compared["divergence" if self.axes.estimator == "exact" else "gap"].detach().abs()
@@ -819,7 +818,7 @@ class DistillationTrainer(OnlineTrainer):
         return loss
 
     def policy_terms(self, outputs: ModelOutputs, batch: Batch, extra: Tensor | None = None) -> LossTerms:
-        """Compute GRPO's loss. ``extra (B, T)`` is added to the advantage of each token."""
+        """Compute GRPO's loss. ``extra (B, T)`` is added to the advantages of the tokens."""
         assert outputs.logp is not None and batch.advantages is not None
         shared = spread(batch.advantages, batch.sequence)
         return grpo_objective(

@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 class DPOTrainer(PreferenceTrainer):
-    """Train on preference pairs with DPO and related losses. The prompt of a pair is computed once per model.
+    """Trainer of DPO and related losses on preference pairs. Each model computes the prompt of a pair only once.
 
-    Without ``ref_model``, the reference is the model with its initial weights. This reference is a frozen copy, or,
-    with ``peft_config``, the model with its adapter disabled.
+    Without ``ref_model``, the reference is a frozen copy of the initial model. With ``peft_config``, it is the model with
+    its adapter disabled.
 
     Reference log-probs are cached after the first epoch.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
-        ref_model: Reference model. If None, the reference is the policy with its initial weights: a frozen copy, or, with
-            ``peft_config``, the policy with its adapter disabled.
+        ref_model: Reference model. If None, the reference is a frozen copy of the initial policy. With ``peft_config``, it
+            is the policy with its adapter disabled.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``chosen`` and ``rejected``, and optionally ``prompt``.
@@ -45,8 +45,8 @@ class DPOTrainer(PreferenceTrainer):
         processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
-        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        optimizers: Tuple of optimizer and learning-rate scheduler. If an entry is None, it is created from ``args``.
+        quantization_config: Quantization config for loading ``model`` from a path or Hub id.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.

@@ -24,34 +24,34 @@ from posttrain.trainers.distillation import DistillationTrainer
 
 
 class GKDTrainer(DistillationTrainer):
-    """Generalized knowledge distillation on the dataset's answers, mixed with samples of the student (or of the
-    teacher).
+    """Trainer of generalized knowledge distillation (GKD). It trains on the dataset's answers, mixed with samples of the
+    student or the teacher.
 
     Args:
         model: Student to train, as a path, Hub id, model object or peft model.
-        teacher_model: Teacher as a path, Hub id or model object, or a mapping from names to teachers. With several
-            teachers, the column ``teacher_id`` selects the teacher of each row, or ``args.teacher_weights`` mixes them.
-            If None, ``args`` sets the teacher.
+        teacher_model: Teacher as a path, Hub id or model object, or a mapping from names to teachers. With several teachers,
+            the column ``teacher_id`` selects one for each row, or ``args.teacher_weights`` mixes them. If None, ``args``
+            selects the teacher.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         data_collator: Not supported. It must be None, because batches are built after completions are sampled.
-        train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
+        train_dataset: Dataset with ``prompt`` and optionally ``completion``, or with ``messages``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the student. If None, the tokenizer is loaded from the student's path or Hub
             id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. If an entry is None, it is created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         formatting_func: Not supported. It must be None. Use ``dataset.map`` to create the columns ``prompt`` and ``completion``
             instead.
-        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's path
-            or Hub id. For a teacher that was built in memory, the tokenizer is assumed to equal the student's.
-        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        teacher_processing_class: Tokenizer or processor of the teacher. If None, the tokenizer is loaded from the teacher's
+            path or Hub id. If the teacher was built in memory, the student's tokenizer is used.
+        teacher_server: Client of a server that scores completions (see `ServerTeacher`), or several clients by name.
         reward_funcs: Not supported. It must be None. Among the distillation methods, only MiniLLM and SDPO use rewards.
-        reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.
-        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        reward_processing_classes: Not used. Among the distillation methods, only MiniLLM and SDPO use rewards.
+        quantization_config: Quantization config for loading ``model`` from a path or Hub id.
         tools: Not supported. It must be None. To train with tools, use `GRPOTrainer`.
         rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         model_init: Function that returns a new model for each trial of a hyperparameter search.

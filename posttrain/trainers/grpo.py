@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 def _active_dropout(model: nn.Module) -> str:
-    """Describe the first source of random noise in the model or its adapter during training, such as dropout. Return ""
-    if there is none.
+    """Describe the first module that adds random noise to the model during training, such as dropout. Return "" if there is
+    none.
     """
     for name, module in model.named_modules():
         if hasattr(module, "pvera_lambda_d"):
@@ -48,31 +48,31 @@ def _active_dropout(model: nn.Module) -> str:
 
 
 class GRPOTrainer(OnlineTrainer):
-    """Group-relative policy optimization: the baseline of a completion is the mean reward of its group.
+    """Trainer of group-relative policy optimization (GRPO). A completion's baseline is the mean reward of its group.
 
     GRPO needs no value model.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
-        reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
-            or Hub id of a reward model, or a list of these.
+        reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, or path or
+            Hub id of a reward model. A list combines several of these.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. If None, the
             prompts come from ``environment_factory``.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         reward_processing_classes: Tokenizer of the reward model, or a list of tokenizers if there are several reward models.
-            If None, they are loaded together with the reward models.
+            If None, the tokenizers are loaded together with the reward models.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
-        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        optimizers: Tuple of optimizer and learning-rate scheduler. If an entry is None, it is created from ``args``.
+        quantization_config: Quantization config for loading ``model`` from a path or Hub id.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         tools: Python functions that the model may call. Each function needs type hints and a docstring.
-        rollout_func: Function that samples completions instead of an engine. The function maps a list of prompts to a
+        rollout_func: Function that samples completions instead of an engine. It receives a list of prompts and returns a
             dict of lists.
         environment_factory: Function that creates an environment for each completion, or a mapping from names to such
             functions. With a mapping, the column ``environment`` selects the function of each row.
-        harness: Agent code of the user, which calls an OpenAI-compatible endpoint of the model. See `Harness`.
+        harness: Agent code of the user. It calls an OpenAI-compatible endpoint of the model. See `Harness`.
         rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         data_collator: Not supported. It must be None, because batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
@@ -164,7 +164,7 @@ class GRPOTrainer(OnlineTrainer):
 
     @property
     def entropy_coef(self) -> float:
-        """The coefficient of the entropy bonus, fixed or adaptive."""
+        """Coefficient of the entropy bonus, fixed or adaptive."""
         return self.run.progress.own.coefficient
 
     def _save_rng_state(self, output_dir: str) -> None:

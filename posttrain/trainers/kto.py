@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 
 
 class KTOTrainer(PreferenceTrainer):
-    """Trainer of KTO, which trains on answers labeled good or bad. A dataset of pairs is converted: each pair gives one good
-    and one bad answer.
+    """Trainer of KTO, which trains on answers labeled good or bad. Pairs in a dataset are split into one good and one bad
+    answer.
 
-    The baseline z0 is the mean log-ratio of mismatched prompts and answers, i.e. of prompts with the answers to other prompts
-    of the batch. z0 is averaged over the optimizer step and all ranks, is at least 0 and has no gradient. The column
-    ``KL_completion_ids`` can set the mismatched answer of each row. ``precompute_ref_log_probs`` adds this column, and
-    columns with the reference's log-probs of the answer and of the mismatched answer.
+    The baseline z0 is the mean log-ratio of mismatched rows. A mismatched row consists of a prompt and the answer to another
+    prompt of the batch. z0 is averaged over the optimizer step and all ranks, is at least 0 and has no gradient. The column
+    ``KL_completion_ids`` can set the mismatched answer of each row. ``precompute_ref_log_probs`` adds this column. It also
+    adds columns with the reference's log-probs of the answer and of the mismatched answer.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
-        ref_model: Reference model. If None, the reference is the policy with its initial weights: a frozen copy, or, with
-            ``peft_config``, the policy with its adapter disabled.
+        ref_model: Reference model. If None, the reference is a frozen copy of the initial policy. With ``peft_config``, it
+            is the policy with its adapter disabled.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``prompt``, ``completion`` and ``label`` (True for a good answer), or with pairs.
@@ -57,8 +57,8 @@ class KTOTrainer(PreferenceTrainer):
         processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
-        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        optimizers: Tuple of optimizer and learning-rate scheduler. If an entry is None, it is created from ``args``.
+        quantization_config: Quantization config for loading ``model`` from a path or Hub id.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
@@ -118,7 +118,7 @@ class KTOTrainer(PreferenceTrainer):
         )
 
     def collator(self) -> Any:
-        """Return a function that collates labeled rows and mismatched rows for the baseline."""
+        """Return a function that collates labeled rows, and mismatched rows for the baseline."""
         judge = super().collator()
 
         def collate_both(examples: list[dict[str, Any]]) -> tuple[list[Batch], list[Batch]]:
@@ -130,7 +130,7 @@ class KTOTrainer(PreferenceTrainer):
         return collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
 
     def _mismatched_rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Build rows of prompts with answers to other prompts, from ``KL_completion_ids`` or from the batch."""
+        """Create mismatched rows: prompts with answers to other prompts, from ``KL_completion_ids`` or from the batch."""
         if self.args.loss_type != "kto":
             return []
         if all("KL_completion_ids" in example for example in examples):
@@ -141,17 +141,19 @@ class KTOTrainer(PreferenceTrainer):
         return self._mismatch(examples, others)
 
     def _mismatch(self, examples: list[dict[str, Any]], others: list[list[int] | None]) -> list[Row]:
-        """Build rows of prompts with images and another row's answer. A row without such an answer is excluded."""
+        """Create one row per example, with its prompt and images and another row's answer. Skip examples without such an
+        answer.
+        """
         both = [(example, ids) for example, ids in zip(examples, others, strict=True) if ids]
         rows = [mismatched(example, ids, self.args.max_length) for example, ids in both]
         return self.vision.placed(rows, [example for example, _ in both])
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
-        """Collate the labeled rows without the mismatched rows."""
+        """Collate only the labeled rows, without the mismatched rows."""
         return self.data_collator(examples)[0]
 
     def _precompute(self, dataset: AnyDataset, reference: Reference | None, name: str) -> Any:
-        """Compute the reference's log-probs of the answers and of fixed mismatched answers."""
+        """Add columns with the reference's log-probs of the answers and of fixed mismatched answers."""
         done = super()._precompute(dataset, reference, name)
         if self.args.loss_type != "kto":
             return done
@@ -161,8 +163,8 @@ class KTOTrainer(PreferenceTrainer):
             done = done.add_column("KL_completion_ids", [None if p is None else answers[p] for p in chosen])
 
         def mismatched(examples: list[dict[str, Any]]) -> list[Batch]:
-            # The column needs a value even if a row has no mismatched answer. Use the row's own answer, which the baseline
-            # excludes.
+            # The column needs a value even if a row has no mismatched answer. The value is then computed for the row's own
+            # answer, which the baseline excludes.
             ids = [example["KL_completion_ids"] or example["completion_ids"] for example in examples]
             return self._collate(self._mismatch(examples, ids))
 
@@ -176,7 +178,7 @@ class KTOTrainer(PreferenceTrainer):
 
 
 def judged_batches(run: Run, inputs: tuple[list[Batch], list[Batch]], index: int = 0) -> list[Batch]:
-    """Return the batches of labeled rows of a micro-batch, without the batches of mismatched rows."""
+    """Return the batches of labeled rows in a micro-batch. The batches of mismatched rows are excluded."""
     return list(inputs[0])
 
 
@@ -189,27 +191,27 @@ def with_baseline(
     prepare: Prepare,
     refer: Callable[[Run, Batch], Batch],
 ) -> list[list[Batch]]:
-    """Return judged micro-batches with the reference's log-probs. The baseline is stored in `Progress.own` and logged
-    first.
+    """Return the judged micro-batches with the reference's log-probs. Before, compute the baseline, store it in
+    `Progress.own`, and log it.
 
     Args:
         run: Run of `KTO`.
         inputs: Judged and mismatched batches of each micro-batch.
-        micro_batches: The judged batches.
+        micro_batches: Judged batches of each micro-batch.
         mode: ``train`` or ``eval``.
-        prepare: Function that adds the reference's log-probs, see `Hooks.prepare`.
+        prepare: Function that adds the reference's log-probs; see `Hooks.prepare`.
         refer: Function that adds the reference's log-probs to one batch.
     """
     micro_batches = prepare(run, inputs, micro_batches, mode)
     mismatched = [batch for _, others in inputs for batch in others]
     if mode == "eval":
         (compared,) = prepare(run, inputs, [mismatched], mode)
-    # These sums are not cached, because each epoch pairs prompts with other mismatched answers.
+    # Do not cache these sums, because each epoch pairs prompts with different mismatched answers.
     else:
         compared = with_references(run, mismatched, mode, None, refer)
     run.progress.own = baseline(run, compared)
     judged = sum(batch.num_sequences for batches in micro_batches for batch in batches)
-    metrics = {"kl": mean(run.progress.own, weight=judged)}  # This value is the same on every rank.
+    metrics = {"kl": mean(run.progress.own, weight=judged)}  # The baseline is equal on every rank.
     if run.args.loss_type == "kto":
         share = sum(batch.num_sequences for batch in mismatched) / max(judged, 1)
         metrics["kl/valid_fraction"] = mean(share, weight=judged)
@@ -218,8 +220,8 @@ def with_baseline(
 
 
 def baseline(run: Run, mismatched: list[Batch]) -> Tensor:
-    """Compute z0 over all ranks from batches with the reference's log-probs. Ranks may have different numbers of
-    batches.
+    """Compute the baseline z0 over all ranks, from batches with the reference's log-probs. The number of batches may differ
+    between ranks.
     """
     totals = torch.zeros(2, dtype=torch.float64)
     for ratio in log_ratios(run, mismatched):

@@ -1,4 +1,4 @@
-"""Base class of trainers on compared or labeled answers. It prepares the data and the reference model."""
+"""Base class of trainers on pairs or labeled answers. It prepares the data and the reference model."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Trainer methods whose overrides may read or change per-token log-probs of the reference model.
+# Trainer methods that may read or change per-token log-probs of the reference model if a user overrides them.
 SEE_REFERENCE = (*PADDED_STEPS, "objective", "comparison", "with_reference")
-# Methods of the classes in `posttrain.methods` whose overrides may read or change these log-probs.
+# Methods of the classes in `posttrain.methods` that may read or change per-token log-probs if a user overrides them.
 SUMS = {"sums", "reference_logp"}
 
 
 def check_given(model: Any, ref_model: Any, tokenizer: Tokenizer, quantization_config: Any = None) -> None:
-    """Validate constructor arguments before anything is loaded."""
+    """Check constructor arguments before anything is loaded."""
     if quantization_config and not isinstance(model, str):
-        # The reference would be loaded by name with this quantization, but the loaded policy is not quantized.
+        # A reference loaded by name would be quantized, but the policy that is already loaded would not be.
         raise ConfigError(
             f"quantization_config cannot be applied to a {type(model).__name__} that is already loaded. Fix: quantize the "
             "model when you load it, or pass the model as a string."
@@ -71,7 +71,7 @@ def check_given(model: Any, ref_model: Any, tokenizer: Tokenizer, quantization_c
 
 
 class PreferenceTrainer(PostTrainer):
-    """Base class of trainers on answers that share a prompt.
+    """Base class of trainers that compare answers to a prompt, or train on labeled answers.
 
     The answers to a prompt form a prefix tree, so each model computes the prompt only once. See `AnswerMethod`.
     """
@@ -100,7 +100,7 @@ class PreferenceTrainer(PostTrainer):
             self._share_reference(callback)
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback like `transformers.Trainer.add_callback`, and pass the reference to callbacks that update it."""
+        """Add a callback as in `transformers.Trainer`. If the callback updates the reference, pass the reference to it."""
         super().add_callback(callback)
         self._share_reference(self.callback_handler.callbacks[-1])
 
@@ -134,8 +134,8 @@ class PreferenceTrainer(PostTrainer):
         if args.precompute_ref_log_probs:
             self.train_dataset = self._precompute(self.train_dataset, self.reference, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, self.reference)
-            # Release a separate copy of the model. A reference that shares the policy's weights needs no additional memory, so
-            # it is kept for other evaluation sets.
+            # Release a separate copy of the model. A reference that shares the policy's weights needs no additional memory,
+            # so keep it for further evaluation sets.
             if self.reference.copy is not None:
                 self.reference = None
         elif args.sync_ref_model:
@@ -159,24 +159,24 @@ class PreferenceTrainer(PostTrainer):
 
     @functools.cached_property
     def reference_sums(self) -> dict[str, ReferenceSums]:
-        """Caches of the reference's summed log-probs, by mode. The cache for training is exchanged between ranks and
-        saved in checkpoints.
+        """Caches of the reference's summed log-probs, by mode. The cache for training is exchanged between ranks and saved
+        in checkpoints.
         """
         return {"train": ReferenceSums(self.run), "eval": ReferenceSums(self.run)}
 
     @functools.cached_property
     def pairs(self) -> PairWatch:
-        """Checks that compare chosen with rejected answers, for example their rewards."""
+        """Checks of pairs that compare chosen with rejected answers, for example their rewards."""
         options = {"compared": self.method.traits.compares_reference, "given": not self._own_reference}
         return PairWatch(self.args, self.checks, self.processing_class, self.method.branches, **options)
 
     def check_data(self) -> None:
-        """Check the data, and compare pairs with a reward model if one is set."""
+        """Check the data. If a reward model is set, also compare its preferences with the labels."""
         super().check_data()
         self.pairs.agreement(self._raw, self.accelerator)
 
     def _compare_first_pass(self, batch: Batch, terms: LossTerms, outputs: ModelOutputs) -> bool:
-        """Compare policy and reference before the first update."""
+        """Compare policy and reference in the first training pass, before the first update."""
         if not self.model.training:
             return True
         if self.state.global_step == 0:
@@ -189,13 +189,13 @@ class PreferenceTrainer(PostTrainer):
     # Rows --------------------------------------------------------------------------------------------------------
 
     def answer_options(self) -> AnswerOptions:
-        """Return the options that convert rows to token ids."""
+        """Return the options for converting rows to token ids."""
         args = self.args
         most = vars(args).get("max_prompt_length")  # Only the config of an older release has this option.
         return AnswerOptions(self.method.branches, args.max_length, args.truncation_mode, args.mask_inner_turns, most)
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize a dataset like `prepare_answers`, and validate its labels."""
+        """Tokenize a dataset with `prepare_answers`, and check its labels."""
         if self.method.judged:
             dataset = extract_and_unpair(dataset, self.args.dataset_num_proc)
         known = self.method.reference_columns
@@ -235,7 +235,7 @@ class PreferenceTrainer(PostTrainer):
         return prepared
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert examples to rows with `AnswerMethod.rows`, after a user's data collator."""
+        """Convert examples to rows with `AnswerMethod.rows`. A user's data collator is called first."""
         if self.user_collator is not None:
             examples = unbatched_answers(self.user_collator(examples), examples, self.method.branches)
         return super().rows(examples)
@@ -244,9 +244,9 @@ class PreferenceTrainer(PostTrainer):
 
     @property
     def ref_model(self) -> nn.Module | None:
-        """The frozen reference model. None: the reference is the policy without its adapter, or was released.
+        """The frozen reference model. None: the reference is the policy without its adapter, or it was released.
 
-        Setting it replaces the reference.
+        Assigning a model replaces the reference.
         """
         return None if self.reference is None else self.reference.copy
 
@@ -264,7 +264,7 @@ class PreferenceTrainer(PostTrainer):
         if not self.method.traits.compares_reference:
             return hooks
         kept = dict(self.reference_sums) if self._reads_sums() else {}
-        # Do not cache values for a stream, because it may never repeat its rows.
+        # Do not cache values of a stream, because a stream may never repeat its rows.
         if not isinstance(self.train_dataset, Sized):
             kept.pop("train", None)
         if not self.is_in_train:
@@ -276,15 +276,15 @@ class PreferenceTrainer(PostTrainer):
         return partial(with_reference, own=self._own_reference) if own is None else lambda run, batch: own(batch)
 
     def _reads_sums(self) -> bool:
-        """Return whether sums of the reference's log-probs are sufficient: the loss uses only sums, and no user code
-        may need the log-prob of each token.
+        """Return whether summed log-probs of the reference are sufficient. They are if no user code may need the log-prob of
+        each token.
         """
         own = any(name in vars(self) or user_override(type(self), name) for name in SEE_REFERENCE)
         own |= type(self.method).__module__.split(".")[0] != "posttrain" or bool(SUMS & vars(self.method).keys())
         return not own
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the state of the trainer, including the cached sums of the reference's log-probs."""
+        """Return the state of the trainer, including the cached reference sums."""
         sums = self.reference_sums["train"]
         return super().state_to_save() | ({"reference": sums.state()} if sums.sums else {})
 
@@ -295,9 +295,9 @@ class PreferenceTrainer(PostTrainer):
             self.reference_sums["train"].load_state(state["reference"])
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
-        """Collate examples into the batches whose reference log-probs the loss needs."""
+        """Collate examples into batches, for which reference log-probs are computed."""
         return self.data_collator(examples)
 
     def with_reference(self, batch: Batch) -> Batch:
-        """Return the batch with ``ref_logp`` and its sums, see `posttrain.loop.precompute.with_reference`."""
+        """Return the batch with ``ref_logp`` and its sums; see `posttrain.loop.precompute.with_reference`."""
         return with_reference(self.run, batch, own=self._own_reference)

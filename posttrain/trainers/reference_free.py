@@ -24,8 +24,8 @@ from posttrain.trainers.preference import PreferenceTrainer
 
 
 class CPOTrainer(PreferenceTrainer):
-    """Trainer of CPO, SimPO and AlphaPO, which train on pairs without a reference model. The reward of an answer is the
-    policy's log-likelihood. See `CPO`.
+    """Trainer of CPO, SimPO and AlphaPO, which train on pairs without a reference model. An answer's reward is its
+    log-likelihood under the policy. See `CPO`.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
@@ -36,14 +36,14 @@ class CPOTrainer(PreferenceTrainer):
         processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. If an entry is None, it is created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
-        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        quantization_config: Quantization config for loading ``model`` from a path or Hub id.
     """
 
     METHOD = CPO
@@ -100,14 +100,14 @@ class ORPOTrainer(PreferenceTrainer):
         processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. If an entry is None, it is created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
-        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        quantization_config: Quantization config for loading ``model`` from a path or Hub id.
     """
 
     METHOD = ORPO
@@ -157,8 +157,8 @@ class ORPOTrainer(PreferenceTrainer):
 
 
 class TPOTrainer(PreferenceTrainer):
-    """Trainer of TPO, which trains on triples. The loss compares the chosen and the rejected answer, and adds the NLL of the
-        gold answer (column ``reference``). See `TPO`.
+    """Trainer of TPO, which trains on triples. The loss compares the chosen and the rejected answer. It also contains the
+    NLL of the gold answer (column ``reference``). See `TPO`.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
@@ -169,14 +169,14 @@ class TPOTrainer(PreferenceTrainer):
         processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. If an entry is None, it is created from ``args``.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        quantization_config: Quantization config for loading ``model`` from a path or Hub id.
     """
 
     METHOD = TPO

@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 class RewardTrainer(PostTrainer):
-    """Train a sequence classifier with one output on preference pairs. The prompt of a pair is computed once.
+    """Trainer of reward models: sequence classifiers with one output, trained on preference pairs. The prompt of a pair is
+    computed once.
 
     The score is read at the last token of each answer. This token is found by position, so the pad token may equal the
     eos token.
@@ -52,11 +53,11 @@ class RewardTrainer(PostTrainer):
         processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. If an entry is None, it is created from ``args``.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        quantization_config: Quantization config for loading ``model`` from a path or Hub id.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
@@ -121,24 +122,24 @@ class RewardTrainer(PostTrainer):
             )
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
-        """Load a sequence classifier with one output. The head is initialized if the checkpoint has none."""
+        """Load a sequence classifier with one output. If the checkpoint has no classification head, the head is initialized."""
         return load_classifier(model_id, num_labels=1, **kwargs)
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize a dataset of pairs like `prepare_reward_dataset`."""
+        """Tokenize a dataset of pairs with `prepare_reward_dataset`."""
         args = self.args
         return prepare_reward_dataset(
             dataset, self.processing_class, max_length=args.max_length, name=name, num_proc=args.dataset_num_proc
         )
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert examples to rows with `pair_rows`, after a user's data collator."""
+        """Convert examples to rows with `pair_rows`. A user's data collator is called first."""
         if self.user_collator is not None:
             examples = unbatched_answers(self.user_collator(examples), examples, ("chosen", "rejected"))
         return super().rows(examples)
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the scores ``[chosen, rejected]`` of each pair in dataset order. The label of each pair is 0, the
+        """Return the scores ``[chosen, rejected]`` of each pair, in the order of the dataset. The label of a pair is 0, the
         index of the chosen answer.
         """
         scores_of: dict[int, np.ndarray] = {}

@@ -29,24 +29,24 @@ logger = logging.getLogger(__name__)
 
 
 class RLOOTrainer(OnlineTrainer):
-    """Trainer of RLOO: REINFORCE with a leave-one-out baseline. The baseline of a completion is the mean reward of the prompt's
+    """Trainer of RLOO: REINFORCE with a leave-one-out baseline. A completion's baseline is the mean reward of its prompt's
     other completions.
 
     The KL penalty is subtracted from the reward. It is not a term of the loss.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
-        reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
-            or Hub id of a reward model, or a list of these.
+        reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, or path or
+            Hub id of a reward model. A list combines several of these.
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
         reward_processing_classes: Tokenizer of the reward model, or a list of tokenizers if there are several reward models.
-            If None, they are loaded together with the reward models.
+            If None, the tokenizers are loaded together with the reward models.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
-        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        optimizers: Tuple of optimizer and learning-rate scheduler. If an entry is None, it is created from ``args``.
+        quantization_config: Quantization config for loading ``model`` from a path or Hub id.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
         rollout_engine: Engine object that samples completions. If None, ``args.rollout_engine`` selects the engine.
         data_collator: Not supported. It must be None, because batches are built after completions are sampled.
@@ -148,8 +148,8 @@ class RLOOTrainer(OnlineTrainer):
     def _watch_clipping(self, share: float) -> None:
         """Log a warning if most sequences are clipped in several consecutive steps.
 
-        After small updates the ratio of a whole sequence is already outside the clip range, and clipped sequences have
-        no gradient.
+        RLOO has one importance ratio per sequence. Even small updates can move it outside the clip range, and clipped
+        sequences have no gradient.
         """
         if not self.args.outlives_weights:
             return

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SFTTrainer(PostTrainer):
-    """Supervised fine-tuning on text, conversations, prompt-completion pairs or tokenized rows.
+    """Trainer of supervised fine-tuning on text, conversations, prompt-completion pairs or tokenized rows.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
@@ -41,17 +41,17 @@ class SFTTrainer(PostTrainer):
         train_dataset: Dataset with ``messages``, ``text``, ``prompt`` and ``completion``, or token ids.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer or processor of the model. If None, the tokenizer is loaded from the model's path or Hub id.
-        compute_loss_func: Function that replaces the loss. The function receives the model's outputs, the labels and
-            the number of label tokens.
+        compute_loss_func: Function that replaces the loss. It receives the model's outputs, the labels and the number of
+            label tokens.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Tuple of optimizer and learning-rate scheduler. An entry that is None is created from ``args``.
+        optimizers: Tuple of optimizer and learning-rate scheduler. If an entry is None, it is created from ``args``.
         optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        quantization_config: Quantization config for loading ``model`` from a path or Hub id.
         peft_config: Config of a new adapter to train. If None, no adapter is added.
-        formatting_func: Function that converts a row to a text, which is used instead of the row's columns.
+        formatting_func: Function that converts a row to a text. The text is used instead of the row's columns.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
 
     >>> trainer = SFTTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=dataset)  # doctest: +SKIP
@@ -84,7 +84,7 @@ class SFTTrainer(PostTrainer):
         self.formatting_func = formatting_func
         self.reports: dict[str, PreparationReport] = {}
         args = as_config(self.config_class, args)
-        # The class itself can be used, because its attributes have the default values.
+        # Without a config, read the defaults from the class, whose attributes have the default values.
         config = args or SFTConfig
         if config.loss_type == "dft" and compute_loss_func is not None:
             raise ConfigError("loss_type='dft' and compute_loss_func both define the loss. Fix: remove one of them.")
@@ -124,7 +124,7 @@ class SFTTrainer(PostTrainer):
         return {"prompt", "completion"} <= set(self._raw.column_names or ())
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize a dataset like `prepare_sft_dataset`."""
+        """Tokenize a dataset with `prepare_sft_dataset`. Rows with images are prepared by the images extension."""
         args = self.args
         if self.vision.reader is not None:
             own = {
@@ -161,5 +161,5 @@ class SFTTrainer(PostTrainer):
         return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert examples to rows with `SFT.rows`, after a user's data collator."""
+        """Convert examples to rows with `SFT.rows`. A user's data collator is called first."""
         return self.method.rows(examples if self.user_collator is None else unbatched(self.user_collator(examples)))

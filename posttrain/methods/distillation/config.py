@@ -1,4 +1,4 @@
-"""`DistillationConfig` and `Axes`: options of distillation, and checks for contradictory options."""
+"""`DistillationConfig` and `Axes`: options of distillation. Contradictory options are rejected."""
 
 from __future__ import annotations
 
@@ -29,29 +29,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# If beta is closer to 0 or 1 than this, but not equal, a warning is logged, because the divergence has almost no gradient.
+# If beta is closer to 0 or 1 than this number, but not equal to 0 or 1, a warning is logged. The divergence then has almost
+# no gradient.
 FLAT = 0.05
 Support = Literal["none", "full", "teacher_topk", "student_topk", "union_topk", "sampled", "top1_pair", "aligned"]
 
 
 def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) -> Callable[[Any], Any]:
-    """Return a class decorator that sets the default values of one distillation method. Write it below the decorator
-    ``dataclass``.
+    """Return a class decorator that sets the default values of one distillation method. It must be applied before the
+    decorator ``config``.
 
     Args:
-        unread: TRL's fields that this method does not use. Each name maps to the field's default and a text that describes the
-            alternative. Setting another value is an error that contains this text.
-        defaults: New default values of inherited fields. A pair of two values is a new default and a new help text.
+        unread: Fields of TRL that this method does not use. The key is the field's name. The value is the field's default,
+            and a text that describes the alternative. Setting the field to another value is an error with this text.
+        defaults: New default values of inherited fields. A pair is a new default value and a new help text.
     """
 
     def decorate(cls: Any) -> Any:
         bases = [base for base in cls.__mro__[:0:-1] if dataclasses.is_dataclass(base)]
         known: dict[str, Any] = {f.name: f for base in bases for f in dataclasses.fields(base)}
         kinds: dict[str, Any] = {}
-        for base in (OnlineConfig, *cls.__bases__[::-1]):  # Type hints of a class include those of inherited fields.
+        for base in (OnlineConfig, *cls.__bases__[::-1]):  # The type hints of a class include inherited fields.
             kinds |= get_type_hints(base, include_extras=True)
         explained = {name: (value[0], f"Not used. {value[1]}") for name, value in (unread or {}).items()}
-        # Merge the unused fields of all base classes. An attribute lookup would return only those of the first base class.
+        # Merge the unused fields of all base classes. An attribute lookup would find only those of the first base class.
         inherited = [vars(base).get("_refused", {}) for base in cls.__mro__[:0:-1]]
         cls._refused = dict(pair for of_base in (*inherited, unread or {}) for pair in of_base.items())
         for name, value in (defaults | explained).items():
@@ -65,7 +66,7 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
 
 
 def logit_width(model: nn.Module) -> int:
-    """Return the number of logits per position. The model may be wrapped, for example in an adapter."""
+    """Return the number of logits per position. The model may have wrappers, for example an adapter."""
     inner: Any = causal_lm(model)
     return inner.config.get_text_config().vocab_size
 
@@ -77,20 +78,22 @@ class Axes:
     Attributes:
         support: Token ids over which the divergence is computed at each position. ``full``: the whole vocabulary.
             ``teacher_topk``, ``student_topk``: the k most likely ids of the teacher or of the student. ``union_topk``: the k
-            most likely ids of each of the two models. ``sampled``: only the sampled token. ``top1_pair``: the sampled token and
-            the teacher's most likely id. ``aligned``: groups of tokens that have the same bytes in both tokenizers. ``none``:
-            there is no teacher.
-        beta: Selects the divergence, from 0 (forward KL) to 1 (reverse KL). See `posttrain.losses.distillation.divergence`.
+            most likely ids of each of the two models. ``sampled``: only the sampled token. ``top1_pair``: the sampled token
+            and the teacher's most likely id. ``aligned``: groups of tokens that have the same bytes in both tokenizers.
+            ``none``: there is no teacher.
+        beta: Parameter that selects the divergence, from 0 (forward KL) to 1 (reverse KL); see
+            `posttrain.losses.distillation.divergence`.
         top_k: Number k of token ids in the support.
-        tail: Whether the total probability outside the support is one additional category. False: both distributions are
-            renormalized over the support.
-        student_temperature, teacher_temperature: Divisors of the logits before the divergence.
-        estimator: How the divergence is minimized. ``exact``: the divergence is differentiated. ``score``: the log-ratio of
-            teacher and student is the reward of the sampled token in a policy gradient.
+        tail: Whether all ids outside the support form one additional category with their total probability. False: both
+            distributions are renormalized over the support.
+        student_temperature, teacher_temperature: Temperatures that divide the logits before the divergence is computed.
+        estimator: How the divergence is minimized. ``exact``: by differentiating the divergence. ``score``: by a policy
+            gradient, in which the reward of a sampled token is the log-ratio of teacher and student.
         prefix: Parameters gamma and epsilon of the token weights of IW-OPD. None: all tokens have the same weight.
-        reduction: How the loss is averaged. ``token``: over all tokens. ``sequence_token``: over the tokens of each sequence,
-            then over sequences. ``active``: same as ``sequence_token``, but only over sequences that have a teacher.
-        is_clip: Maximum importance weight of a token, which corrects for samples of older weights. None: no importance weights.
+        reduction: How the loss is averaged. ``token``: over all tokens. ``sequence_token``: over the tokens of each
+            sequence, then over sequences. ``active``: like ``sequence_token``, but only over sequences that have a teacher.
+        is_clip: Maximum importance weight of a token. Importance weights correct for samples of older weights. With
+            None, all importance weights are 1.
         weight, cross_entropy: Weight of the divergence, and weight of the cross-entropy ``-log q`` of the tokens.
         policy: Weight of an additional GRPO loss. None: there is no GRPO loss.
     """
@@ -110,11 +113,11 @@ class Axes:
     policy: float | None = None
 
     def check(self) -> Axes:
-        """Reject values that are out of range or give a loss without a gradient. Return ``self``.
+        """Raise an error for values that are out of range or give a loss without a gradient. Return ``self``.
 
         Raises:
-            ConfigError: A value is out of range, or the support is one token id without a tail, whose renormalized probability
-                is always 1.
+            ConfigError: A value is out of range, or the support has a single token id and no tail. The renormalized
+                probability of a single id is always 1.
         """
         if not 0 <= self.beta <= 1:
             raise ConfigError(
@@ -142,7 +145,7 @@ class Axes:
 
 
 def check_weights(weights: Mapping[str, float] | None) -> None:
-    """Check that the weights of teachers are numbers from 0 to 1 whose sum is 1.
+    """Check that the weights of teachers are numbers from 0 to 1 and that their sum is 1.
 
     Raises:
         ConfigError: A weight is out of range, or the sum is not 1.
@@ -161,7 +164,7 @@ def check_weights(weights: Mapping[str, float] | None) -> None:
 
 @dataclass
 class DistillationFields:
-    """Options that are common to all distillation configs: teacher, data and divergence."""
+    """Options of all distillation configs: teacher, data and divergence."""
 
     learning_rate: float = option(
         1e-6, "Peak learning rate. The default is for full fine-tuning. Use about ten times this value for LoRA."
@@ -267,12 +270,13 @@ class DistillationFields:
         "stand for different tokens. 'warn': log a warning. 'off': do not compare the tokenizers.",
     )
 
-    # Attributes that the config classes with these fields define.
+    # Attributes that are defined by the config classes with these fields.
     if TYPE_CHECKING:
         beta: float
         use_liger_kernel: bool
 
-    # Names of the config fields that contain beta and the temperature of the divergence, or the numbers themselves.
+    # Name of the config field with beta, and name of the field with the loss temperature. A number instead of a name is the
+    # value itself.
     _beta: ClassVar[str | float] = "beta"
     _loss_temperature: ClassVar[str | float] = "temperature"
     _least_generations: ClassVar[int] = 1
@@ -280,7 +284,7 @@ class DistillationFields:
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *OnlineConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs", "teacher_weights",
     ]  # fmt: skip
-    # Fields that the method does not use: the argument ``unread`` of `preset`, merged with that of base classes.
+    # Fields that the method does not use: the argument ``unread`` of `preset`, merged with the fields of base classes.
     _refused: ClassVar[dict[str, tuple[Any, str]]] = {}
 
     def __post_init__(self) -> None:
@@ -323,7 +327,7 @@ class DistillationFields:
         ]
 
     def _check_sources(self) -> None:
-        """Reject several teachers where only one is possible, and completions that the teacher cannot score."""
+        """Raise an error if several teachers are set, or if the teacher cannot score the selected completions."""
         named = {
             "teacher_scores": self.teacher_scores,
             "teacher_model_server_url": self.teacher_model_server_url,
@@ -331,8 +335,8 @@ class DistillationFields:
             "teacher_model_kind": self.teacher_model_kind,
         }
         sources = {name: value for name, value in named.items() if value not in (None, "model")}
-        # With a server, teacher_model_name_or_path may also be set. It is then the name of the model that the server must have
-        # loaded.
+        # With a server, teacher_model_name_or_path may also be set. It is then the name of the model that the server must
+        # have.
         if len(sources) > 1 and set(sources) != {"teacher_model_server_url", "teacher_model_name_or_path"}:
             raise ConfigError(
                 f"{sources} are all set, but only one of them can define the teacher. Fix: set only one of them."
@@ -373,7 +377,7 @@ class DistillationFields:
         return Axes(support, beta, k, self.loss_add_tail, student_temperature=t, teacher_temperature=t)
 
 
-# Options for rewards and importance ratios, which distillation losses do not have.
+# Options for rewards and importance ratios. Distillation losses use neither.
 OF_REWARDS: dict[str, tuple[Any, str]] = {
     name: (default, "Remove it, because the loss is the divergence from a teacher, without rewards and without a clipped ratio.")
     for name, default in {
@@ -394,7 +398,7 @@ OF_REWARDS: dict[str, tuple[Any, str]] = {
     }
 )  # fmt: skip
 class DistillationConfig(DistillationFields, PictureConfig, OnlineConfig):
-    """Arguments of `DistillationTrainer`, which trains a student on a teacher's next-token distributions.
+    """Arguments of `DistillationTrainer`, which trains a student on the next-token distributions of a teacher.
 
     Reference: GKD, arXiv:2306.13649.
     """

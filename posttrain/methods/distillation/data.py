@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def with_prompt_column(dataset: AnyDataset) -> Any:
     """Split the column ``messages`` into ``prompt`` and ``completion``.
 
-    If the last message is from the assistant, it becomes the completion. All other messages are the prompt.
+    If the last message is from the assistant, it becomes the completion. All other messages become the prompt.
     """
     names = known_columns(dataset)
     if "messages" not in names or "prompt" in names:
@@ -35,7 +35,7 @@ def with_prompt_column(dataset: AnyDataset) -> Any:
 
 
 def with_template_arguments(dataset: AnyDataset, kwargs: dict[str, Any] | None) -> Any:
-    """Add the ``chat_template_kwargs`` of the config to every row. Values that a row already has take precedence."""
+    """Add the config's ``chat_template_kwargs`` to every row. The values of a row override those of the config."""
     if not kwargs:
         return dataset
     column, features = "chat_template_kwargs", None
@@ -58,11 +58,13 @@ def _divided(row: dict[str, Any]) -> dict[str, Any]:
 def tokenized_answers(
     dataset: AnyDataset, tokenizer: Tokenizer, *, name: str, max_length: int | None, max_prompt_length: int | None
 ) -> Any:
-    """Tokenize a dataset. The columns of the result are ``prompt_ids``, ``completion_ids``, and ``score_row`` (the row number).
+    """Tokenize prompts and answers of a dataset. The new columns are ``prompt_ids``, ``completion_ids`` and ``score_row``.
+
+    ``score_row`` is the number of the row.
 
     Raises:
-        DataError: The answer of a row has no tokens, or is so long that no prompt token fits. The message contains the row
-            number.
+        DataError: The answer of a row has no tokens, or is so long that no prompt token fits. The message contains the
+            number of the row.
     """
     options = {"tokenizer": tokenizer, "name": name, "max_length": max_length, "max_prompt_length": max_prompt_length}
     function = functools.partial(_tokenized, **options)
@@ -102,7 +104,7 @@ def _tokenized(
 
 
 def as_rollout(row: Row, tokenizer: Tokenizer) -> Rollout:
-    """Convert the answer of a dataset row to a rollout, so that it is treated like a sampled completion.
+    """Convert the answer of a dataset row to a rollout. The answer is then treated like a sampled completion.
 
     Raises:
         DataError: The answer contains images.
@@ -122,9 +124,9 @@ def privileged_prompt(
 ) -> list[int]:  # fmt: skip
     """Tokenize the teacher's version of a prompt, which contains privileged context.
 
-    The last user turn is replaced with ``template``, whose fields are filled with the text of this turn and the texts in
-    ``shown``. If the prompt has more than ``most`` tokens, the texts in ``shown`` are truncated at their ends, beginning with
-    the last text. The text of the user turn is truncated only if this is not enough.
+    The last user turn is replaced with ``template``. The fields of ``template`` are filled with the text of this turn and
+    the texts in ``shown``. If the prompt has more than ``most`` tokens, the ends of the texts in ``shown`` are removed,
+    starting with the last text. If the prompt is still too long, its beginning is removed.
     """
     ids = _filled(example, template, shown, tokenizer, kwargs)
     for name in reversed(shown):
@@ -163,8 +165,9 @@ def template_fields(template: str) -> set[str]:
 
 
 def text_of(value: object) -> str:
-    """Convert privileged context to text. A string is returned unchanged, the texts of messages are joined with newlines,
-    and None gives "".
+    """Convert privileged context to text.
+
+    A string is returned unchanged. The contents of messages are joined with newlines. None is converted to "".
     """
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "\n".join(str(item["content"] if isinstance(item, dict) else item) for item in value)
@@ -172,10 +175,10 @@ def text_of(value: object) -> str:
 
 
 def joined_text(value: object, where: str = "") -> str:
-    """Convert privileged context to text with `text_of`, and reject empty text.
+    """Convert privileged context to text with `text_of`. Raise an error if the text is empty.
 
     Raises:
-        DataError: The text is empty. The message begins with ``where``, which names the row.
+        DataError: The text is empty. The message starts with ``where``, which describes the row.
     """
     text = text_of(value)
     if not text.strip():

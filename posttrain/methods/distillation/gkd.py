@@ -8,7 +8,7 @@ from posttrain.fields import PositiveInt, config, option
 from posttrain.methods.distillation.config import DistillationConfig, preset
 from posttrain.methods.distillation.objective import Distillation
 
-# Fields of TRL's GKDConfig that TRL's trainer does not use. GKDConfig inherits them from SFTConfig.
+# Fields that TRL's GKDConfig inherits from SFTConfig, although TRL's trainer does not use them.
 OF_SFT: dict[str, tuple[Any, str]] = {
     "assistant_only_loss": (
         False,

@@ -1,5 +1,5 @@
-"""Losses of distillation. The logits of student and teacher are compared in chunks, so that the logits of all positions are
-never in memory at the same time.
+"""Losses of distillation. The logits of student and teacher are compared in chunks, so the logits of all positions are never
+in memory at the same time.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ COLUMNS = ("divergence", "logp", "gap", "entropy", "mass", "agree")
 
 
 def kept(logits: Tensor, columns: int | None, without: Tensor | None) -> Tensor:
-    """Return the first ``columns`` columns of logits ``(n, W)``. The logits of the ids in ``without`` (image placeholders) are
-    set to -inf.
+    """Return the first ``columns`` columns of logits ``(n, W)``. The logits of the ids in ``without`` (image placeholders)
+    are -inf.
     """
     logits = logits[:, :columns]
     return logits if without is None else logits.index_fill(1, without, -torch.inf)
@@ -55,13 +55,13 @@ def kept(logits: Tensor, columns: int | None, without: Tensor | None) -> Tensor:
 
 @dataclass
 class HiddenTeacher:
-    """Output of a teacher model in this process: hidden states at the loss positions, and the weights of the output layer.
+    """Output of a teacher model in this process: hidden states at loss positions, and the weights of the output layer.
 
     Attributes:
-        hidden: ``(N, H)`` hidden states. If ``weight`` is None: ``(N, W)`` logits.
-        weight: ``(W, H)`` weight of the output layer.
-        bias: ``(W,)`` bias of the output layer, or None.
-        rule: Scaling and soft cap that the model's architecture applies to the logits.
+        hidden: Hidden states ``(N, H)``. If ``weight`` is None, they are the logits ``(N, W)``.
+        weight: Weight ``(W, H)`` of the output layer, or None.
+        bias: Bias ``(W,)`` of the output layer, or None.
+        rule: Scaling and soft cap of the logits in the model's architecture.
     """
 
     hidden: Tensor
@@ -70,7 +70,7 @@ class HiddenTeacher:
     rule: LogitRule = field(default_factory=LogitRule)
 
     def logits(self, part: slice, columns: int | None, without: Tensor | None = None) -> Tensor:
-        """Compute logits ``(n, V)`` of the first ``columns`` ids. The ids in ``without`` get -inf."""
+        """Compute logits ``(n, V)`` of the first ``columns`` ids. The logits of the ids in ``without`` are -inf."""
         x = self.hidden[part].float()
         if self.weight is not None:
             rule = {"logit_scale": self.rule.scale, "softcap": self.rule.softcap}
@@ -78,19 +78,19 @@ class HiddenTeacher:
         return kept(x, columns, without)
 
     def logp(self, part: slice, columns: int | None, temperature: float, without: Tensor | None = None) -> Tensor:
-        """Compute log-probs ``(n, V)`` over the first ``columns`` ids. The ids in ``without`` get -inf."""
+        """Compute log-probs ``(n, V)`` over the first ``columns`` ids. The log-probs of the ids in ``without`` are -inf."""
         x = self.logits(part, columns, without)
         return (x if temperature == 1 else x / temperature).log_softmax(-1)
 
 
 @dataclass
 class TokenScores:
-    """Log-probs of L tokens at temperature 1, which a teacher has written to a file or returned from a server.
+    """Log-probs of L tokens at temperature 1, read from a score file or returned by a teacher server.
 
     Attributes:
-        ids: ``(L, k)`` most likely ids at each position, most likely first.
-        logps: ``(L, k)`` log-probs of ``ids``.
-        actual: ``(L,)`` log-probs of the tokens of the sequence.
+        ids: Most likely ids ``(L, k)`` at each position, in descending order of probability.
+        logps: Log-probs ``(L, k)`` of ``ids``.
+        actual: Log-probs ``(L,)`` of the tokens in the sequence.
     """
 
     ids: Tensor
@@ -99,7 +99,7 @@ class TokenScores:
 
     @classmethod
     def of(cls, fields: Mapping[str, list]) -> TokenScores:
-        """Create an instance from lists, with the attribute names as keys."""
+        """Create an instance from lists. The keys of ``fields`` are the attribute names."""
         return cls(**{name: torch.tensor(values) for name, values in fields.items()})
 
 
@@ -108,9 +108,9 @@ class TeacherShare:
     """Output of one of several teachers, with the weight of its divergence.
 
     Attributes:
-        teacher: `HiddenTeacher` or `TokenScores` for the positions in ``rows``, in the same order. None: the teacher scores no
-            positions of this batch.
-        rows: ``(M,)`` indices of the loss positions that this teacher scores, in ascending order. None: all positions.
+        teacher: `HiddenTeacher` or `TokenScores` for the positions in ``rows``, in the same order. None: the teacher scores
+            no position of this batch.
+        rows: Indices ``(M,)`` of the loss positions that this teacher scores, in ascending order. None: all positions.
         weight: Weight of this teacher's divergence at each position in ``rows``.
     """
 
@@ -119,8 +119,10 @@ class TeacherShare:
     weight: float = 1.0
 
     def within(self, part: slice) -> tuple[Any, slice]:
-        """Return the positions of the chunk ``part`` that this teacher scores (relative to the start of the chunk), and the
-        slice of the teacher's output that belongs to them.
+        """Find the positions of the chunk ``part`` that this teacher scores.
+
+        Returns:
+            These positions relative to the start of the chunk, and the slice of the teacher's output that belongs to them.
         """
         if self.rows is None:
             return slice(None), part
@@ -130,9 +132,9 @@ class TeacherShare:
 
 
 def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Any]:
-    """Return the teacher's hidden states at the loss positions. No logits are computed.
+    """Return the teacher's hidden states at the loss positions, without computing logits.
 
-    This function is passed as ``compare`` to `posttrain.models.forward.forward`.
+    Pass this function as ``compare`` to `posttrain.models.forward.forward`.
     """
     if hasattr(layer, "base_layer") and layer.disable_adapters:
         layer = layer.base_layer
@@ -142,7 +144,7 @@ def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) 
         return {"teacher": HiddenTeacher(rule.logits(layer(hidden)))}
     weight, device = layer.weight, hidden.device.type
     if type(layer) is nn.Linear and torch.is_autocast_enabled(device):
-        # Convert to the student's precision. Otherwise, differences in rounding would be part of the divergence.
+        # Convert to the student's precision. Otherwise, rounding differences would be part of the divergence.
         weight = weight.to(torch.get_autocast_dtype(device))
     return {"teacher": HiddenTeacher(hidden, weight, layer.bias, rule)}
 
@@ -150,8 +152,9 @@ def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) 
 def _by_position(
     hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead, measure: Callable[[Tensor, slice], Tensor]
 ) -> Tensor:
-    """Compute K values per position, ``(N, K)``, by calling ``measure`` on the logits of N positions. Only the first two
-    columns are differentiable.
+    """Compute K values per position, ``(N, K)``, by calling ``measure`` on the logits of N positions.
+
+    Only the first two columns of the result are differentiable.
 
     The logits are computed in chunks if the output layer is a single matrix.
     """
@@ -166,20 +169,20 @@ def _by_position(
 
 @dataclass
 class Comparison:
-    """Compare the student's logits with the logits of one or several teachers at each position.
+    """Compares the student's logits with the logits of one or several teachers at each position.
 
     The divergence from several teachers is the weighted mean ``sum_i w_i D(q, p_i)``; see `distillation_objective`.
 
     Attributes:
         axes: Properties of the loss.
-        teacher: `HiddenTeacher` or `TokenScores` for the same positions. For several teachers: a mapping from names to
-            `TeacherShare`.
-        columns: Number of token ids that all models have. Higher ids are padding of an embedding and are ignored. None: all ids
+        teacher: `HiddenTeacher` or `TokenScores` for the same positions. For several teachers: `TeacherShare` objects by
+            name.
+        columns: Number of token ids that all models have. Higher ids are embedding padding and are ignored. None: all ids
             are compared.
-        policy_temperature: Temperature of the log-probs that are used outside the divergence.
-        without: Token ids that have probability 0 in all distributions: image placeholders and markers, which are never
+        policy_temperature: Temperature of the log-probs outside the divergence.
+        without: Token ids with probability 0 in all distributions. They are image placeholders and markers, which are never
             generated.
-        own: User's override of `DistillationTrainer.generalized_jsd_loss`. If set, it replaces the divergence.
+        own: User's override of `DistillationTrainer.generalized_jsd_loss`, which replaces the divergence. None: no override.
     """
 
     axes: Axes
@@ -195,10 +198,10 @@ class Comparison:
         self.names = tuple(self.shares) if several else ()
 
     def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
-        """Compute tensors ``(N,)`` with one value per position, by name. ``divergence`` and ``logp`` are differentiable.
+        """Compute tensors ``(N,)`` by name, with one value per position. ``divergence`` and ``logp`` are differentiable.
 
-        With several teachers, the result also contains ``divergence/NAME`` and ``scored/NAME`` for each teacher. ``scored/NAME``
-        is 1 at positions that the teacher has scored, and 0 at other positions.
+        With several teachers, the result also contains ``divergence/NAME`` and ``scored/NAME`` for each teacher.
+        ``scored/NAME`` is 1 at positions that the teacher has scored, and 0 at other positions.
         """
         self.targets = head.targets
         names = (*COLUMNS, *(f"divergence/{name}" for name in self.names))
@@ -210,13 +213,13 @@ class Comparison:
         return columns
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
-        """Compute K values per position, ``(n, K)``, from logits ``(n, V)``. The columns are those in `COLUMNS`, followed by
-        the columns of each teacher.
+        """Compute K values per position, ``(n, K)``, from logits ``(n, V)``. The columns are those in `COLUMNS`, and one
+        divergence per named teacher.
 
         The backward pass computes gradients only for the first two columns.
         """
         targets, axes = self.targets[part, None], self.axes
-        # In the backward pass, the chunk is computed again, but only its two differentiable columns.
+        # The backward pass recomputes the chunk, but only its two differentiable columns.
         again = x.is_leaf and x.requires_grad
         x = kept(x, self.columns, self.without)
         log_q = (x if axes.student_temperature == 1 else x / axes.student_temperature).log_softmax(-1)
@@ -258,23 +261,23 @@ class Comparison:
 
 
 def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor, labels: Tensor, axes: Axes) -> Tensor:
-    """Call the user's ``generalized_jsd_loss`` with TRL's arguments, and repeat the mean that it returns for each token.
+    """Call the user's ``generalized_jsd_loss`` with TRL's arguments, and repeat its result for each token.
 
     Args:
-        own: Function that returns the mean over tokens.
-        student: ``(n, V)`` logits.
-        teacher: ``(n, V)`` logits.
-        labels: ``(n,)`` token ids.
-        axes: ``beta`` and the temperature.
+        own: Function that returns the mean loss over tokens.
+        student: Logits ``(n, V)`` of the student.
+        teacher: Logits ``(n, V)`` of the teacher.
+        labels: Token ids ``(n,)``.
+        axes: Properties of the loss. Only ``beta`` and the temperature are used.
 
     Returns:
-        ``(n,)`` equal values. The sum of these values is the sum of the losses of the n tokens, so the loss does not
-        depend on the chunk size.
+        ``(n,)`` equal values. Their sum is the sum of the losses of the n tokens, so the loss does not depend on the chunk
+        size.
 
     Raises:
         ConfigError: The function does not return a scalar.
     """
-    # Replace -inf with the smallest finite number, because the KL divergence would be NaN if both logits were -inf.
+    # Replace -inf with the smallest finite number. If both logits were -inf, the KL divergence would be NaN.
     lowest = torch.finfo(student.dtype).min
     options = {} if axes.student_temperature == 1 else {"temperature": axes.student_temperature}
     logits = {"student_logits": student.clamp_min(lowest)[None], "teacher_logits": teacher.clamp_min(lowest)[None]}
@@ -289,7 +292,7 @@ def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor,
 
 @dataclass
 class _Beside:
-    """Logits of the student and outputs of one teacher, at the positions of a chunk that this teacher scores."""
+    """Student logits and outputs of one teacher, at those positions of a chunk that the teacher scores."""
 
     axes: Axes
     teacher: Any
@@ -299,7 +302,7 @@ class _Beside:
 
     @torch.no_grad()
     def ask(self, columns: int | None, without: Tensor | None) -> None:
-        """Read the teacher's output and store its log-probs over the vocabulary (if available), its log-probs of the tokens,
+        """Read the teacher's output. Store its log-probs over the vocabulary (if available), its log-probs of the tokens,
         and its most likely ids.
         """
         self.log_p: Tensor | None = None
@@ -313,7 +316,7 @@ class _Beside:
     def divergence(self) -> tuple[Tensor, Tensor]:
         """Compute the divergence at each position, ``(n,)``, and the teacher's total probability of the support.
 
-        If the loss is the policy gradient of the sampled token, the divergences are not needed and are 0.
+        With the estimator ``score``, the divergence is not needed and its value is 0.
         """
         axes, log_q, log_p = self.axes, self.log_q, self.log_p
         if axes.estimator != "exact":
@@ -328,8 +331,9 @@ class _Beside:
         return divergence(complete(q), complete(p), beta=axes.beta), support_mass(p)
 
     def _support(self) -> tuple[Tensor, Tensor]:
-        """Return the token ids of the support, ``(n, k)``, and a mask of the ids to ignore: duplicates, and ids beyond the
-        student's vocabulary.
+        """Return the token ids of the support, ``(n, k)``, and a mask of ids to ignore.
+
+        The ignored ids are duplicates, and ids beyond the student's vocabulary.
         """
         log_q, log_p, targets = self.log_q, self.log_p, self.targets
         kind, k = self.axes.support, min(self.axes.top_k or 1, log_q.shape[1])
@@ -339,7 +343,7 @@ class _Beside:
         if kind == "student_topk":
             return mine, torch.zeros_like(mine, dtype=torch.bool)
         theirs = self.teacher.ids[self.part] if log_p is None else log_p.topk(k, -1).indices
-        # The model of a server may have logits for ids that are not in the vocabulary. These ids are excluded from the support.
+        # A server's model may have logits for ids outside the vocabulary. Exclude these ids from the support.
         beyond = theirs >= log_q.shape[1]
         theirs = theirs.masked_fill(beyond, 0)
         if kind == "teacher_topk":
@@ -348,7 +352,7 @@ class _Beside:
         return ids.clamp_min(0), again | (ids < 0)
 
     def _at(self, ids: Tensor) -> Tensor:
-        """Return the teacher's log-probs of the token ids ``ids``. Scores from a file or server contain only the ids of the
+        """Return the teacher's log-probs of token ids. With scores from a file or server, the ids must be those of the
         support.
         """
         if self.log_p is not None:
@@ -361,17 +365,19 @@ class _Beside:
 
 @dataclass
 class AlignedComparison:
-    """Compare a student and a teacher with different tokenizers, on groups of tokens that have the same bytes in both.
+    """Compares a student and a teacher with different tokenizers. The compared units are groups of tokens with the same
+    bytes.
 
     Attributes:
-        axes: Properties of the loss. Only the temperatures and beta are used.
-        teacher: Outputs of the teacher at those of its positions that belong to groups.
-        rows: ``(G,)`` indices of the student's loss positions that belong to groups.
-        matched: Pairs of a student id and a teacher id whose tokens have equal bytes, for the hybrid loss. None: only sorted
+        axes: Properties of the loss. Only beta and the temperatures are used.
+        teacher: Outputs of the teacher, only at its positions that belong to groups.
+        rows: Indices ``(G,)`` of the student's loss positions that belong to groups.
+        matched: Student ids and teacher ids of tokens with equal bytes, as pairs, for the hybrid loss. None: only sorted
             probabilities are compared.
         weights: Weight of the loss on matched ids, and weight of the loss on unmatched ids.
-        widths: Number of token ids of the student and of the teacher.
-        without: For each model, token ids that have probability 0: image placeholders and markers, which are never generated.
+        widths: Number of token ids of the student, and of the teacher.
+        without: Token ids with probability 0, for the student and for the teacher. They are image placeholders and markers,
+            which are never generated.
     """
 
     axes: Axes
@@ -383,11 +389,10 @@ class AlignedComparison:
     without: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
-        """Compute differentiable tensors ``(N,)`` by name.
+        """Compute tensors ``(N,)`` by name, with one value per position.
 
         ``aligned`` is the weighted sum of ``matched`` and ``unmatched`` at positions of groups, and 0 at other positions.
-
-        All tensors have the shape ``(N,)`` and are differentiable.
+        All tensors except ``entropy`` are differentiable.
         """
         self.targets = head.targets
         groups = _by_position(hidden[self.rows], layer, rule, head, self.measure)
@@ -404,7 +409,7 @@ class AlignedComparison:
         return torch.stack([log_q.gather(1, self.targets[part, None])[:, 0], entropy], 1)
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
-        """Compute the losses on matched and on unmatched ids, ``(n, 2)``, from the logits ``(n, V)`` of groups."""
+        """Compute the losses on matched and on unmatched ids, ``(n, 2)``, from logits ``(n, V)`` at positions of groups."""
         log_q = (kept(x, self.widths[0], self.without[0]) / self.axes.student_temperature).log_softmax(-1)
         log_p = self.teacher.logp(part, self.widths[1], self.axes.teacher_temperature, self.without[1]).to(log_q.dtype)
         if self.matched is None:
@@ -415,17 +420,19 @@ class AlignedComparison:
 def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossTerms:
     """Compute the loss ``w d + w_ce (-log q)`` of every loss token, before averaging.
 
-    q is the student's distribution and p the teacher's. ``d`` is the divergence, or the policy gradient of the sampled token.
-    With several teachers, ``d = sum_i w_i D(q, p_i)``. The weights ``w_i`` sum to 1. If each row selects its teacher, the
-    weight of this teacher is 1. Each teacher only scores the ids of its own support, so teachers may be servers. With
-    ``beta=0``, the gradient equals that of the divergence from the mixture ``sum_i w_i p_i``. With ``beta=1``, the
-    gradient equals that of the divergence from the normalized geometric mean ``prod_i p_i ** w_i``. For other values of
-    beta, the sum of divergences does not equal the divergence from one combined teacher. With the estimator ``score``,
-    the reward of a token is ``sum_i w_i log p_i - log q``.
+    q is the student's distribution, and p is the teacher's. ``d`` is the divergence, or the policy gradient of the sampled
+    token.
+
+    With several teachers, ``d = sum_i w_i D(q, p_i)``, where the weights ``w_i`` sum to 1. If each row selects its teacher,
+    the weight of this teacher is 1. Each teacher only scores the ids of its own support, so teachers may be servers. With
+    ``beta=0``, the gradient equals that of the divergence from the mixture ``sum_i w_i p_i``. With ``beta=1``, the gradient
+    equals that of the divergence from the normalized geometric mean ``prod_i p_i ** w_i``. For other values of beta, the sum
+    of divergences does not equal the divergence from one combined teacher. With the estimator ``score``, the reward of a
+    token is ``sum_i w_i log p_i - log q``.
 
     Args:
-        out: Model outputs whose ``compared`` is from `Comparison` or `AlignedComparison`.
-        batch: Batch with the optional columns ``on_policy`` (S,) and ``active`` (S,), and ``old_logp`` for ``is_clip``.
+        out: Model outputs. ``out.compared`` is the result of `Comparison` or `AlignedComparison`.
+        batch: Batch with the optional columns ``on_policy`` (S,) and ``active`` (S,). ``is_clip`` needs ``old_logp``.
         axes: Properties of the loss.
     """
     mask, grid = batch.loss_mask, torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
@@ -469,8 +476,8 @@ def _check_finite(values: Tensor, mask: Tensor, axes: Axes) -> None:
 
 
 def _agreement(compared: dict[str, Tensor]) -> dict[str, Metric]:
-    """Compute metrics of the log-ratio ``log q - log p`` of student and teacher. On samples of the student, its mean is an
-    estimate of KL(student || teacher).
+    """Compute metrics of the log-ratio ``log q - log p`` of student and teacher. On samples of the student, the mean
+    log-ratio is an estimate of KL(student || teacher).
     """
     gap = compared["gap"]
     return {
@@ -482,8 +489,8 @@ def _agreement(compared: dict[str, Tensor]) -> dict[str, Metric]:
 
 
 def _divergence(compared: dict[str, Tensor]) -> dict[str, Metric]:
-    """Compute metrics of the divergence. With several teachers, also compute the divergence from each teacher and the fraction
-    of tokens that it scored.
+    """Compute metrics of the divergence. With several teachers, add each teacher's divergence and its fraction of scored
+    tokens.
     """
     metrics = {
         "distill/divergence": mean(compared["divergence"]),
@@ -498,7 +505,7 @@ def _divergence(compared: dict[str, Tensor]) -> dict[str, Metric]:
 
 
 def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Tensor, dict[str, Metric]]:
-    """Compute the policy-gradient loss that minimizes the reverse KL. With ``prefix``, early tokens have larger weights."""
+    """Compute the policy-gradient loss that minimizes the reverse KL. ``prefix`` gives early tokens larger weights."""
     assert out.logp is not None
     teacher, mask = out.logp.detach() - gap, batch.loss_mask
     if axes.prefix is None:
@@ -517,9 +524,7 @@ def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Te
 
 
 def _importance(out: ModelOutputs, batch: Batch, axes: Axes) -> Tensor | float:
-    """Return the importance weight of each token, limited to ``is_clip``. The weight corrects for tokens that older
-    weights have sampled.
-    """
+    """Return the importance weight of each token, limited to ``is_clip``. It corrects for tokens that older weights sampled."""
     if axes.is_clip is None or batch.old_logp is None:
         return 1.0
     assert out.logp is not None
@@ -537,9 +542,7 @@ def _reduced(terms: Tensor, batch: Batch, axes: Axes) -> LossTerms:
 
 
 def _by_source(terms: Tensor, batch: Batch, mask: Tensor) -> dict[str, Metric]:
-    """Compute the mean loss as two separate metrics: of tokens that the student sampled, and of all other tokens (from the
-    dataset or the teacher).
-    """
+    """Compute the mean loss separately for tokens that the student sampled, and for tokens from the dataset or the teacher."""
     if "on_policy" not in batch.columns:
         return {}
     own = batch.columns["on_policy"]
@@ -552,8 +555,8 @@ def _by_source(terms: Tensor, batch: Batch, mask: Tensor) -> dict[str, Metric]:
 
 
 class Distillation(Method[Any]):
-    """Train a student on a teacher's next-token distributions. The completions are samples of the student or the teacher, or
-    come from the dataset.
+    """Trains a student on the next-token distributions of a teacher. Completions are samples of the student or the teacher,
+    or come from the dataset.
 
     Attributes:
         axes: Properties of the loss.
@@ -577,30 +580,28 @@ class Distillation(Method[Any]):
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
         self.axes: Axes = cfg.axes()
-        # 'bnpo' averages over the tokens of a micro-batch, so the micro-batch must be computed in one pass.
+        # 'bnpo' averages over the tokens of a micro-batch, so the whole micro-batch must be in one forward pass.
         self.traits = replace(self.traits, single_pass=self.takes_rewards and cfg.loss_type == "bnpo")
 
     @property
     def temperature(self) -> float:
-        """Temperature of log-probs: the sampling temperature if there is a GRPO loss, else the temperature of the distillation
-        loss.
+        """Temperature of log-probs. With a GRPO loss, it is the sampling temperature, otherwise the temperature of the
+        distillation loss.
         """
         return float(self.cfg.temperature) if self.takes_rewards else self.axes.student_temperature
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return whether the loss needs the log-probs of completions under the weights that sampled them, to compute importance
-        ratios.
+        """Return whether the loss computes importance ratios from the log-probs under the weights that sampled the
+        completions.
 
-        GRPO's loss, ``is_clip`` and IW-OPD use importance ratios, which can differ from 1 if the weights have changed since
+        GRPO's loss, ``is_clip`` and IW-OPD use importance ratios. They can differ from 1 if the weights have changed since
         sampling. Exact divergences use no ratio.
-
-        Exact divergences have no ratio.
         """
         axes = self.axes
         return outlived and (self.takes_rewards or axes.is_clip is not None or axes.prefix is not None)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute advantages as in GRPO. If there are no reward functions, all advantages are 0."""
+        """Compute advantages as in GRPO. Without reward functions, all advantages are 0."""
         if not rewards.names:
             values = torch.zeros(len(rollouts.rollouts))
             return Advantages(values, values, rewards.start, token_columns=logps)
@@ -614,7 +615,7 @@ class Distillation(Method[Any]):
         return distillation_objective(outputs, batch, self.axes)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Count the sequences that have a teacher, or the aligned token groups, if the loss is divided by one of these counts."""
+        """Count sequences with a teacher, or aligned token groups, if the loss is divided by this count."""
         if self.axes.reduction == "active":
             return {"active": sum(float(b.columns["active"].sum()) for b in batches if "active" in b.columns)}
         if self.axes.support == "aligned":
@@ -622,7 +623,9 @@ class Distillation(Method[Any]):
         return {}
 
     def other_models(self, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
-        """Return the teacher models for the memory estimate. If the teacher is a copy of the student, return the copy."""
+        """Return the teacher models for the memory estimate. A teacher that is a copy of the student counts as a further
+        model.
+        """
         cfg = self.cfg
         if cfg.teacher_model_kind in ("base", "ema") and policy.peft_config is None:
             return [replace(policy, role="teacher", trained=False)]

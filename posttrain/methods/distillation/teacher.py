@@ -54,15 +54,15 @@ def by_name(teachers: Any) -> dict[str, Any]:
 
 
 def load_teacher(teacher: object, args: PostTrainingConfig, student: nn.Module) -> nn.Module:
-    """Load the teacher as a frozen model in evaluation mode.
+    """Return the teacher as a frozen model in evaluation mode. The model is loaded if the teacher is a folder or Hub id.
 
     Args:
-        teacher: Model object, folder or Hub id. None: ``teacher_model_name_or_path`` of the config.
+        teacher: Model, folder or Hub id. None: the config's ``teacher_model_name_or_path``.
         args: Config of the trainer.
-        student: The student. The teacher must not be the same object.
+        student: The student. It must not be the same object as the teacher.
 
     Raises:
-        ConfigError: No teacher is set, or the teacher is the student object.
+        ConfigError: No teacher is set, or teacher and student are the same object.
     """
     teacher = teacher if teacher is not None else args.teacher_model_name_or_path
     if teacher is None:
@@ -84,9 +84,7 @@ def load_teacher(teacher: object, args: PostTrainingConfig, student: nn.Module) 
 
 
 def teacher_id(teacher: object, args: PostTrainingConfig) -> str:
-    """Return the Hub id or folder of a teacher. For a model object, return the Hub id or folder from which it was loaded, or ""
-    if it was not loaded.
-    """
+    """Return the Hub id or folder of a teacher. A model object returns the Hub id or folder from which it was loaded, or ""."""
     if isinstance(teacher, nn.Module):
         return get_config_model_id(causal_lm(teacher).config)
     return teacher or args.teacher_model_name_or_path or ""
@@ -98,7 +96,7 @@ def own_tokenizer(name: str, *, required: bool, trust_remote_code: bool = False,
     Args:
         name: Folder or Hub id from `teacher_id`, or the name of a server's model.
         required: Whether a missing tokenizer is an error. If False, log a warning and return None.
-        trust_remote_code: Same as for the teacher.
+        trust_remote_code: Whether to run Python code from the teacher's repository.
         revision: Revision of the teacher.
 
     Raises:
@@ -116,9 +114,9 @@ def own_tokenizer(name: str, *, required: bool, trust_remote_code: bool = False,
 
 @contextmanager
 def frozen(model: nn.Module, autocast: Callable[[], AbstractContextManager] = nullcontext) -> Iterator[nn.Module]:
-    """Return a context manager that runs a teacher model without gradients and in the student's precision.
+    """Run a teacher model inside the context without gradients and in the student's precision.
 
-    If the teacher had another precision, differences in rounding would be part of the divergence.
+    If the teacher had another precision, rounding differences would be part of the divergence.
     """
     with torch.no_grad(), autocast():
         yield model
@@ -126,15 +124,13 @@ def frozen(model: nn.Module, autocast: Callable[[], AbstractContextManager] = nu
 
 @dataclass
 class ModelTeacher:
-    """Teacher model in this process. The teacher's logits are computed only at positions where they are compared with
-    the student's.
+    """Teacher model in this process. Its logits are computed only at positions where they are compared with the student's.
 
     Attributes:
-        running: Context manager that returns the model in evaluation mode, without gradients. The context manager may
-            activate another adapter.
-        layout: Arrangement of sequences in the teacher's batch rows. Prefix trees are used if a probe shows that they give
-            exact results.
-        shared: Whether the teacher can use the student's batches, i.e. their layout is also exact for the teacher.
+        running: Context manager that yields the model in evaluation mode, without gradients. It may activate another
+            adapter.
+        layout: Layout of sequences in the teacher's batch rows. Prefix trees are used if a probe shows that they are exact.
+        shared: Whether the teacher can use the student's batches, because their layout is also exact for the teacher.
         pad_token_id: Pad token of the teacher's batches.
     """
 
@@ -146,7 +142,7 @@ class ModelTeacher:
     def of_batch(self, batch: Batch, members: Sequence[int] | None = None) -> HiddenTeacher:
         """Compute the teacher's outputs at the loss positions of the student's batch.
 
-        ``members`` are the sequences to compute. None: all sequences.
+        ``members`` are the indices of the sequences to compute. None: all sequences are computed.
         """
         if members is not None or not self.shared:
             rows = sequences(batch)
@@ -155,7 +151,7 @@ class ModelTeacher:
             return forward(model, batch, frozenset(), compare=capture).compared["teacher"]
 
     def of_rows(self, rows: Sequence[Row], device: torch.device | str) -> HiddenTeacher:
-        """Compute the teacher's outputs at the loss tokens of all completions. A prompt that several rows share is computed
+        """Compute the teacher's outputs at the loss tokens of all completions. A shared prompt of several rows is computed
         once.
         """
         bare = [Row(row.prompt_ids, row.completions, row.loss_masks, pictures=row.pictures) for row in rows]
@@ -171,19 +167,19 @@ class ModelTeacher:
         return replace(view, hidden=torch.cat(pieces))
 
     def of_prompts(self, batch: Batch, prompt_of: Callable[[int], list[int]]) -> HiddenTeacher:
-        """Compute the teacher's outputs for the same completions after other prompts. ``prompt_of`` maps a number in the
-        batch's column ``key`` to the prompt of that sequence.
+        """Compute the teacher's outputs for the same completions after different prompts. ``prompt_of`` maps a number in the
+        batch's column ``key`` to the teacher's prompt of that sequence.
         """
         rows = [Row(prompt_of(key), [ids], [mask]) for key, ids, mask in _keyed(batch)]
         return self.of_rows(rows, batch.input_ids.device)
 
 
 class AdapterAverage(transformers.TrainerCallback):
-    """Callback that updates a teacher adapter as a moving average of the student's adapter. The teacher adapter starts as a
-    copy.
+    """Updates a teacher adapter as a moving average of the student's adapter. The teacher adapter starts as a copy of the
+    student's adapter.
 
-    The LoRA factors A and B are averaged separately. For a small update rate, their product is close to the average of the
-    products.
+    The LoRA factors A and B are averaged separately. For a small update rate, the product of the averages is close to the
+    average of the products.
 
     Args:
         teacher: Reference that contains the teacher adapter.
@@ -205,7 +201,7 @@ class AdapterAverage(transformers.TrainerCallback):
 
 
 def _keyed(batch: Batch) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Yield ``(key, completion, loss mask)`` of every sequence, in the order of the loss positions."""
+    """Yield ``(key, completion, loss mask)`` for every sequence, in the order of the loss positions."""
     for row in sequences(batch):
         for key, ids, mask in zip(row.sequence_columns["key"], row.completions, row.loss_masks, strict=True):
             yield int(key), ids, mask
@@ -214,15 +210,15 @@ def _keyed(batch: Batch) -> Iterator[tuple[int, list[int], list[int]]]:
 def shares_of_batch(
     batch: Batch, weights: Mapping[str, float] | None, names: Sequence[str], say: Callable[[str, list[int] | None], Any]
 ) -> dict[str, TeacherShare]:
-    """Return the outputs of several teachers for a batch. Each teacher scores only the sequences for which it is the teacher.
+    """Return the outputs of several teachers for a batch. Each teacher scores only the sequences that are assigned to it.
 
     Args:
-        batch: Batch. If ``weights`` is None, its column ``teacher`` contains the number of each sequence's teacher.
-        weights: Mapping from each teacher's name to the weight of its divergence. Every teacher then scores every sequence.
-            None: use the column ``teacher``.
+        batch: Batch. If ``weights`` is None, its column ``teacher`` contains the teacher number of each sequence.
+        weights: Weight of each teacher's divergence, by the teacher's name. Every teacher then scores every sequence. None:
+            the column ``teacher`` assigns sequences to teachers.
         names: Names of the teachers, in the order of their numbers.
-        say: Function that returns the outputs of a teacher. The function's arguments are the teacher's name and a list
-            of sequences (None: all sequences).
+        say: Function that returns the outputs of a teacher. Its arguments are the teacher's name and a list of sequence
+            indices (None: all sequences).
     """
     if weights is not None:
         return {name: TeacherShare(say(name, None), weight=weights[name]) for name in names if weights[name]}
@@ -231,8 +227,8 @@ def shares_of_batch(
         members = [k for k, one in enumerate(numbers) if one == number]
         rows = torch.isin(places, places.new_tensor(members)).nonzero().flatten()
         whole = len(members) == len(numbers)
-        # A teacher without sequences in this batch is not run. It still needs an entry, so that the metric of its fraction of
-        # tokens includes this batch.
+        # A teacher without sequences in this batch is not run. It still needs an entry, so that this batch is included in
+        # the metric of the fraction of tokens that the teacher scores.
         shares[name] = TeacherShare(say(name, None if whole else members) if members else None, rows)
     return shares
 
@@ -241,14 +237,14 @@ def scores_of_batch(
     batch: Batch, scores: Callable[[int], TokenScores], members: Sequence[int] | None = None
 ) -> TokenScores:
     """Return the scores of the batch's loss tokens. ``scores`` maps a number in the batch's column ``key`` to the scores of
-    that sequence.
+    one sequence.
 
-    ``members`` are the sequences to score. None: all sequences.
+    ``members`` are the indices of the sequences to score. None: all sequences are scored.
     """
     score_parts, keyed = [], list(_keyed(batch))
     for key, ids, mask in keyed if members is None else [keyed[k] for k in members]:
         one = scores(key)
-        # A completion without ids was excluded, so its tokens are masked.
+        # A completion without ids was excluded from the loss, so mask its tokens.
         if not ids:
             mask = [0] * len(one.actual)
         kept = torch.tensor(mask, dtype=torch.bool)
@@ -261,16 +257,16 @@ def scores_of_batch(
 
 
 class ServerTeacher:
-    """Teacher on a server (``vllm serve`` or ``posttrain serve``), called with the same client as rollout servers.
+    """Teacher on a server (``vllm serve`` or ``posttrain serve``). It is called with the client of rollout servers.
 
     Args:
         client: A `posttrain.extensions.server.client.VLLMClient`, or an object with its methods ``info`` and ``score``.
-        axes: Properties of the loss. The number of ids k and the temperature are used.
+        axes: Properties of the loss. Only the number of ids k and the temperature are used.
         expected: Name of the model that the server must have (``teacher_model_name_or_path``). None: any model is accepted.
         probe: Token ids that the server scores before training begins.
 
     Attributes:
-        name: Model name that the server reports.
+        name: Name of the model that the server reports.
 
     Raises:
         ConfigError: The server has another model, k is above the server's limit, or the temperature is not 1. Servers return
@@ -293,8 +289,8 @@ class ServerTeacher:
                 "returns only log-probs of its own most likely ids and of the sampled token. Fix: set beta=0, or set "
                 "loss_top_k=1."
             )
-        # The maximum number of log-probs is an option of a vLLM server, and -1 means no limit. If the server does not report
-        # it, it is assumed to be 20, which is vLLM's default. `posttrain serve` is limited only by the vocabulary size.
+        # The maximum number of log-probs is an option of a vLLM server, where -1 means no limit. A server that does not
+        # report it is assumed to have vLLM's default of 20. `posttrain serve` is limited only by the vocabulary size.
         most = int(facts.get("max_logprobs") or 20)
         cap = int(facts["vocab_size"]) if most < 0 or facts.get("engine") in IN_WORKERS else most
         if self.top_k > cap:
@@ -313,8 +309,8 @@ class ServerTeacher:
         self.score([probe[:1]], [probe[1:]])
 
     def score(self, prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> list[dict[str, Any]]:
-        """Request the scores of completions from the server. Return the fields of `TokenScores` for each completion, and
-        raise an error if a token has no score.
+        """Request the scores of completions from the server. Return the fields of `TokenScores` for each completion. Raise
+        an error if a token has no score.
         """
         whole = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
         longest = max(map(len, whole), default=0)
@@ -341,13 +337,13 @@ class ServerTeacher:
 def teacher_servers(
     servers: Mapping[str, ServerTeacher], rollouts: Sequence[Rollout], numbers: Sequence[float] | None
 ) -> list[dict[str, Any]]:
-    """Request the scores of rollouts from several servers at the same time. Return a mapping from server names to scores for
-    each rollout.
+    """Request the scores of rollouts from several servers at the same time. Return the scores of each rollout by server
+    name.
 
     Args:
         servers: Servers by name.
         rollouts: Rollouts whose completions are scored.
-        numbers: For each rollout, the number of the server that scores it. None: every server scores every rollout.
+        numbers: Number of the server that scores each rollout. None: every server scores every rollout.
     """
     scores_of_each: list[dict[str, Any]] = [{} for _ in rollouts]
 
@@ -370,7 +366,7 @@ COLUMNS = {"ids": pa.int32(), "logps": pa.float32(), "actual": pa.float32()}
 
 
 def identity(dataset: AnyDataset, tokenizer: Tokenizer) -> dict[str, str]:
-    """Compute hashes of the inputs that determine scores: token ids of the rows, vocabulary and chat template."""
+    """Compute hashes of all inputs that determine scores: the token ids of rows, the vocabulary and the chat template."""
     digest = hashlib.sha256()
     for row in dataset:
         digest.update(json.dumps([list(row["prompt_ids"]), list(row["completion_ids"])]).encode())
@@ -379,7 +375,7 @@ def identity(dataset: AnyDataset, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: int) -> list[dict[str, list]]:
-    """Compute the teacher's top-k log-probs at temperature 1 for every completion token. Return one entry per row."""
+    """Compute the teacher's top-k log-probs at temperature 1 for each completion token. The result has one entry per row."""
     with teacher.running() as model:
         view = teacher.of_rows(rows, next(model.parameters()).device)
     targets = torch.tensor([t for row in rows for t in row.completions[0]], device=view.hidden.device)
@@ -397,7 +393,7 @@ def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: 
 
 
 def _check_scorer(teacher: Any, tokenizer: Tokenizer, mode: str) -> str:
-    """Return the teacher's Hub id or folder. Raise an error if the teacher uses other token ids than the tokenizer."""
+    """Return the teacher's Hub id or folder. Raise an error if the token ids of teacher and tokenizer differ."""
     name, width = get_config_model_id(causal_lm(teacher).config), logit_width(teacher)
     if width < len(tokenizer):
         raise ModelError(
@@ -425,14 +421,13 @@ def score_dataset(
     batch_size: int = 16,
     tokenizer_check: Literal["error", "warn", "off"] = "error",
 ) -> int:
-    """Write the teacher's scores of every answer of a dataset to a file, and return the number of rows.
+    """Write the teacher's scores of all answers of a dataset to a file, and return the number of rows.
 
-    Pass the path of the file as ``teacher_scores`` of a config. The result is an Arrow file with one row per answer, in
-    the order of the dataset, and ``batch_size`` rows per record batch. The file is created at ``path`` only when all
-    rows are written.
+    Pass the path of this file as ``teacher_scores`` in a config. The file is an Arrow file with one row per answer, in the
+    order of the dataset, and ``batch_size`` rows per record batch. It is created at ``path`` after all rows are written.
 
     Args:
-        teacher: A causal language model with the student's tokenizer.
+        teacher: Causal language model that uses the student's tokenizer.
         dataset: Dataset with the columns ``prompt`` and ``completion``, or ``messages``.
         tokenizer: The student's tokenizer.
         path: Path of the file.
@@ -441,7 +436,8 @@ def score_dataset(
         max_prompt_length: Value of ``max_prompt_length`` in the config of the training run.
         chat_template_kwargs: Value of ``chat_template_kwargs`` in the config of the training run.
         batch_size: Number of rows per forward pass of the teacher.
-        tokenizer_check: What to do if the teacher's own tokenizer differs from ``tokenizer``: ``error``, ``warn`` or ``off``.
+        tokenizer_check: Reaction to a teacher whose own tokenizer differs from ``tokenizer``: ``error``, ``warn`` or
+            ``off``.
 
     Raises:
         ConfigError: The teacher's tokenizer differs from ``tokenizer``, or ``top_k`` or ``batch_size`` is below 1.
@@ -484,13 +480,13 @@ def score_dataset(
 
 
 class ScoreFile:
-    """File of scores that `score_dataset` has written. Rows are read from the memory-mapped file when they are needed.
+    """File of scores that `score_dataset` wrote. The file is memory-mapped, and each row is read when it is needed.
 
     Args:
         path: Path of the file.
 
     Raises:
-        ConfigError: The file does not exist, or `score_dataset` has not written it.
+        ConfigError: The file does not exist, or was not written by `score_dataset`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -509,10 +505,11 @@ class ScoreFile:
         self.facts: dict[str, Any] = json.loads(metadata[b"facts"])
 
     def check(self, dataset: AnyDataset, tokenizer: Tokenizer, axes: Axes) -> None:
-        """Check that the scores belong to this dataset, tokenizer and chat template, and that they are sufficient for the loss.
+        """Check that the scores belong to this dataset, tokenizer and chat template, and have enough ids for the loss.
 
         Raises:
-            DataError: The file was computed with another dataset, tokenizer or template. The message contains both hashes.
+            DataError: The scores were computed with another dataset, tokenizer or chat template. The message contains both
+                hashes.
             ConfigError: The temperature is not 1, or the loss needs more ids than the file has.
         """
         size = self.facts["top_k"]
@@ -538,7 +535,7 @@ class ScoreFile:
                 )
 
     def read(self, row: int, top_k: int = 0) -> TokenScores:
-        """Return the scores of one dataset row with the ``top_k`` most likely ids per token. 0: all ids in the file."""
+        """Return the scores of one dataset row for the ``top_k`` most likely ids per token. 0: for all ids in the file."""
         size = self.facts["batch_size"]
         one = self.reader.get_batch(row // size).slice(row % size, 1)
         ids, logps, actual = (np.array(one.column(name)[0].values) for name in COLUMNS)

@@ -1,4 +1,4 @@
-"""`GRPOConfig`: the options of GRPO and related losses, and checks for contradictory options."""
+"""`GRPOConfig`: options of GRPO and related losses. Contradictory options are rejected."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from posttrain.methods.online_config import (
 logger = logging.getLogger(__name__)
 
 
-# A warning is logged if completions are used for training more than this number of optimizer steps after they were sampled,
-# because their importance ratios are then mostly noise, even if they are clipped.
+# If completions are used for training more than this number of optimizer steps after sampling, a warning is logged. Their
+# importance ratios are then mostly noise, even after clipping.
 OLD_UPDATES = 16
-# Losses that average over tokens. With sequence-level ratios, a sequence then has a weight proportional to its length.
+# Losses that average over tokens. With sequence-level ratios, these losses weight each sequence by its length.
 BY_LENGTH = ("bnpo", "dr_grpo", "dapo", "cispo")
 LOW_TEMPERATURE = 0.1
-# Options that GMPO does not support, because its loss has one ratio per completion. They must keep these values.
+# Options that GMPO does not support, with the values that they must keep. GMPO's loss has one ratio per completion.
 WITHOUT_IN_GMPO = {
     "importance_sampling_level": "token",
     "delta": None,
@@ -37,10 +37,10 @@ WITHOUT_IN_GMPO = {
 
 
 def check_combinations(cfg: GRPOConfig) -> None:
-    """Raise an error for combinations of options that contradict each other.
+    """Raise an error for options that contradict each other.
 
     Raises:
-        ConfigError: Two options contradict each other. The message contains both fields, their values and a fix.
+        ConfigError: Two options contradict each other. The message contains both options, their values and a fix.
     """
     if cfg.loss_type == "luspo":
         _check_luspo(cfg)
@@ -80,11 +80,11 @@ def _check_gmpo(cfg: GRPOConfig) -> None:
 
 
 def check_correction(cfg: GRPOConfig) -> None:
-    """Reject settings that are invalid if engine and trainer compute different log-probs.
+    """Raise an error for settings that are invalid if engine and trainer compute different log-probs.
 
     Raises:
-        ConfigError: The importance-sampling correction is enabled, and either the loss is VESPO and the correction has one
-            value per sequence, or a setting changes the distribution from which the engine samples.
+        ConfigError: The importance-sampling correction is enabled, and one of two conditions holds. The loss is VESPO and
+            the correction has one value per sequence, or a setting changes the engine's sampling distribution.
     """
     if not cfg.vllm_importance_sampling_correction:
         return
@@ -185,7 +185,7 @@ SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
-# Names of published methods, mapped to the equivalent combination of options.
+# Options that are equivalent to a published method, by the method's name.
 OTHER_NAMES = {
     "dapo+": "loss_type='dapo', epsilon_high=0.28, dynamic_sampling and mask_truncated_completions=True",
     "gspo": "loss_type='grpo' and importance_sampling_level='sequence'",
@@ -352,20 +352,20 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
                 f"loss_type={self.loss_type!r} is not a loss type but a combination of options. Fix: set {settings}."
             )
         if self.loss_type == "bnpo":
-            # Rows must not be exchanged between ranks, because 'bnpo' averages over the rows of each rank.
+            # 'bnpo' averages over the rows of each rank, so ranks must not exchange rows.
             self.balance_ranks = False
         super().__post_init__()
         self._check_ranges()
         self._check_combinations()
 
     def check_foreign_logprobs(self) -> None:
-        """Reject settings for which the importance-sampling correction would be wrong; see `check_correction`."""
+        """Raise an error for settings that would make the importance-sampling correction wrong; see `check_correction`."""
         check_correction(self)
 
     def _resolve_liger(self) -> None:
         if self.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
             # Log a warning instead of an error. Most users enable Liger because its loss saves the memory of the logits, and
-            # the loss of this trainer saves it too.
+            # this trainer's loss also saves that memory.
             logger.warning(
                 "use_liger_kernel=True is ignored, because liger_kernel is not installed. The loss saves memory without it, "
                 "because it computes logits in chunks."

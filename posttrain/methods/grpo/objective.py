@@ -63,16 +63,17 @@ def grpo_objective(
 ) -> LossTerms:
     """Compute the loss of every token, before averaging: ``-surrogate(ratio, A) * weights + beta * KL - entropy_coef * H``.
 
-    The entropy bonus is in the first element of ``LossTerms.extra``. Clipping, importance weights, the entropy filter and the
-    off-policy mask do not apply to the KL term.
+    The entropy bonus is in the first element of ``LossTerms.extra``. Clipping, importance weights, the entropy filter and
+    the off-policy mask do not apply to the KL term.
 
     Args:
         out: Log-probs and entropies of the policy.
-        batch: Completions with advantages. Log-probs of the old policy, of the reference and of the sampler are optional.
+        batch: Completions with advantages. The log-probs of the old policy, of the reference and of the sampler are
+            optional.
         cfg: `GRPOConfig`.
         entropy_coef: Current coefficient of the entropy bonus, if it is adaptive. None: ``cfg.entropy_coef``.
-        gather: Function that concatenates a tensor over all ranks, so that they use the same entropy threshold. All ranks must
-            call it.
+        gather: Function that concatenates a tensor over all ranks, so that all ranks use the same entropy threshold. All
+            ranks must call it.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equation 3; see `LOSS_TYPES` for the other losses.
     """
@@ -119,7 +120,8 @@ def grpo_objective(
     )
     if cfg.entropy_coef or cfg.use_adaptive_entropy:
         coefficient = cfg.entropy_coef if entropy_coef is None else entropy_coef
-        # If the entropy filter excludes tokens, average over each forward pass, because the filter is also computed per pass.
+        # The entropy filter is computed per forward pass. If it excludes tokens, the bonus must also be averaged per forward
+        # pass.
         reduction = "token" if uncertain is batch.loss_mask else "local_token"
         loss.extra.append(LossTerms(-coefficient * out.entropy, uncertain, reduction))
     return loss
@@ -129,8 +131,8 @@ def _vespo(
     log_ratio: Tensor, advantages: Tensor, logp: Tensor, batch: Batch, cfg: GRPOConfig, weight: Tensor | None
 ) -> tuple[Tensor, dict[str, Metric]]:
     if weight is not None and batch.rollout_logp is not None:
-        # The weight of a sequence is a product over its tokens. A token without a log-prob gets the weight 1, so it does not
-        # affect the product. A token with the weight 0 (masked) sets the weight of the whole sequence to 0.
+        # The weight of a sequence is a product over its tokens. A token without a log-prob gets the weight 1, which does not
+        # change the product. A masked token has the weight 0, which sets the weight of the whole sequence to 0.
         weight = weight.masked_fill(batch.rollout_logp.isnan(), 1.0)
     phi = vespo_weight(
         log_ratio,
@@ -163,7 +165,8 @@ def _geometric(
 def _rollout_weight(
     logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig
 ) -> tuple[Tensor | None, dict[str, Metric]]:
-    """Compute the importance-sampling correction for differences between engine and policy, and metrics of these differences.
+    """Compute the importance-sampling correction for differences between engine and policy, and metrics of these
+    differences.
 
     The correction is None if the batch has no log-probs of the engine, or if the correction is disabled.
     """
@@ -189,8 +192,8 @@ def _rollout_weight(
 
 
 def _kept(logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig) -> Tensor | float:
-    """Return 0 for tokens of sequences that the off-policy mask excludes, and 1 for other tokens. The excluded tokens still
-    count in the denominators of the loss.
+    """Return 0 for tokens in sequences that the off-policy mask excludes, and 1 for other tokens. The denominators of the
+    loss still include the excluded tokens.
     """
     if cfg.off_policy_mask_threshold is None:
         return 1.0
@@ -202,7 +205,7 @@ def _kept(logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig) -
 
 
 STATE_FILE = "entropy_ctrl_state.json"
-# A warning is logged if no entropy bonus was applied in this number of optimizer steps.
+# A warning is logged if no entropy bonus was applied in the first steps of a run. This is the number of these steps.
 STEPS_UNTIL_WARNING = 50
 
 
@@ -210,13 +213,13 @@ STEPS_UNTIL_WARNING = 50
 class EntropyBonus:
     """Coefficient of the entropy bonus, fixed or adaptive.
 
-    After every optimizer step, an adaptive coefficient increases by a fixed amount if the entropy of the step is at or below
-    the target. Otherwise, it decreases by this amount. The bonus is applied only if the entropy of the previous step was at or
-    below the target. The bonus is therefore never applied in the first step.
+    After every optimizer step, an adaptive coefficient changes by a fixed amount. It increases if the entropy of the step is
+    at or below the target, and decreases otherwise. The bonus is applied only if the entropy of the previous step was at or
+    below the target. It is therefore never applied in the first step.
 
     Attributes:
-        coefficient: Current coefficient, even if the bonus is not applied.
-        last: Entropy of the last optimizer step in nats; infinite before the first step.
+        coefficient: Current coefficient. It is stored even while the bonus is not applied.
+        last: Entropy of the last optimizer step in nats. It is infinite before the first step.
         ever_applied: Whether the bonus was applied in any step of the run.
 
     Reference: Skywork-OR1, arXiv:2505.22312.
@@ -227,24 +230,24 @@ class EntropyBonus:
     ever_applied: bool = False
 
     def applied(self, args: GRPOConfig) -> float:
-        """Return the coefficient for the current step. The coefficient is 0 if the bonus is not applied."""
+        """Return the coefficient for the current step, or 0 if the bonus is not applied."""
         return self.coefficient if not args.use_adaptive_entropy or self.last <= args.entropy_target else 0.0
 
     def after(self, entropy: float, args: GRPOConfig) -> EntropyBonus:
-        """Return the updated state after an optimizer step with the mean entropy ``entropy``."""
+        """Return the state after an optimizer step with the mean entropy ``entropy``."""
         step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
         coefficient = min(max(self.coefficient + step, args.entropy_coef_min), args.entropy_coef_max)
         following = EntropyBonus(coefficient, entropy, self.ever_applied)
         return replace(following, ever_applied=self.ever_applied or following.applied(args) > 0)
 
     def save(self, folder: str) -> None:
-        """Write the state to a checkpoint folder. An infinite entropy is stored as null, because JSON has no infinity."""
+        """Write the state to a checkpoint folder. An infinite entropy is written as null, because JSON has no infinity."""
         last = self.last if math.isfinite(self.last) else None
         state = {"entropy_coef": self.coefficient, "last_world_entropy": last}
         Path(folder, STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def loaded(self, folder: str | None) -> EntropyBonus:
-        """Return the state that is stored in a checkpoint folder, or this state if the folder contains none."""
+        """Return the state that a checkpoint folder contains, or this state if the folder contains none."""
         path = Path(folder or ".", STATE_FILE)
         if folder is None or not path.is_file():
             return self
@@ -255,8 +258,8 @@ class EntropyBonus:
 
 @torch.no_grad()
 def bonus_sums(terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> Tensor:
-    """Return three sums of one forward pass: the entropy of the tokens with a bonus, the number of these tokens, and the
-    policy loss.
+    """Return three sums of one forward pass: the entropy of tokens with a bonus, the number of these tokens, and the policy
+    loss.
     """
     assert outputs.entropy is not None
     mask = terms.extra[0].mask
@@ -276,7 +279,7 @@ def group_options(args: GRPOConfig) -> dict[str, Any]:
 class GRPO(Method[Config]):
     """Group-relative policy optimization: the baseline of a completion is the mean reward of its group.
 
-    It needs no value model. The method's own state, `State.own`, is an `EntropyBonus`.
+    It needs no value model. `State.own` of this method is an `EntropyBonus`.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
     """
@@ -288,7 +291,7 @@ class GRPO(Method[Config]):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        # The entropy threshold and the average of 'bnpo' are computed over a micro-batch, so the micro-batch must be computed
+        # The entropy threshold and the average of 'bnpo' are computed over a micro-batch, so the whole micro-batch must be
         # in one forward pass.
         single = cfg.top_entropy_quantile < 1.0 or cfg.loss_type == "bnpo"
         head = cfg.cast_lm_head_to_fp32
@@ -296,14 +299,15 @@ class GRPO(Method[Config]):
         self.has_bonus = bool(cfg.entropy_coef or cfg.use_adaptive_entropy)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute each completion's reward minus the group mean, optionally divided by a standard deviation.
+        """Compute the reward of each completion minus the mean reward of its group, optionally divided by a standard
+        deviation.
 
         With ``mask_zero_variance_groups``, groups whose rewards are all equal are excluded.
         """
         cfg, size, metrics, left_out = self.cfg, rollouts.group_size, {}, frozenset()
         stats = group_advantages(rewards.values, rewards.weights, size, **group_options(cfg))
         if cfg.mask_zero_variance_groups and size > 1:
-            # Groups in which no completion has a reward are excluded too.
+            # This also excludes groups in which no completion has a reward.
             flat = self.without_signal(rewards, size)
             mine = flat.repeat_interleave(size)[rewards.start : rewards.start + len(rollouts.rollouts)]
             left_out, metrics = frozenset(mine.nonzero().flatten().tolist()), {"groups/masked": mean(flat.float())}
@@ -318,23 +322,23 @@ class GRPO(Method[Config]):
         )
 
     def without_signal(self, rewards: RewardTable, group_size: int) -> Tensor:
-        """Return a boolean tensor ``(n / G,)`` that is True for groups whose rewards are all equal or missing."""
+        """Return a bool tensor ``(n / G,)``. It is True for groups whose rewards are all equal or missing."""
         each = self.cfg.multi_objective_aggregation == "normalize_then_sum"
         least = self.cfg.min_group_std
         return flat_groups(rewards.values, rewards.weights, group_size, least=least, each_function=each)
 
     def knows_gradient(self, batch: Batch) -> bool | TokenLoss:
-        """Return True for on-policy samples without KL penalty, entropy bonus and entropy filter. In other cases, return a
-        `TokenLoss` if the loss of a token depends only on its own log-prob, else False.
+        """Return True for on-policy samples without KL penalty, entropy bonus and entropy filter. Otherwise, return a
+        `TokenLoss` if the loss of a token depends only on its own log-prob, or False.
 
-        On-policy, all importance ratios are 1, so the gradient of a token's loss with respect to its log-prob is its negative
-        advantage.
+        For on-policy samples, all importance ratios are 1. The gradient of a token's loss with respect to its log-prob is
+        then its negative advantage.
         """
         others = self.cfg.beta or self.has_bonus or self.cfg.top_entropy_quantile < 1.0
         return (batch.old_logp is None and batch.rollout_logp is None and not others) or self._token_loss(batch)
 
     def _token_loss(self, batch: Batch) -> bool | TokenLoss:
-        """Return the loss of single tokens, or False if the loss of a token depends on other tokens or on the entropy."""
+        """Return the loss of single tokens. Return False if the loss of a token depends on other tokens or on the entropy."""
         cfg, kind = self.cfg, LOSS_TYPES[self.cfg.loss_type]
         wide = self.has_bonus or cfg.top_entropy_quantile < 1.0 or cfg.off_policy_mask_threshold is not None
         level = kind.level or cfg.importance_sampling_level
@@ -354,11 +358,13 @@ class GRPO(Method[Config]):
         return bonus_sums(terms, outputs, counts) if self.has_bonus else None
 
     def start(self) -> EntropyBonus:
-        """Return the initial entropy bonus with the coefficient of the config."""
+        """Return the initial entropy bonus, with the config's coefficient."""
         return EntropyBonus(float(self.cfg.entropy_coef))
 
     def end_step(self, state: State, sums: Tensor | None) -> tuple[EntropyBonus, dict[str, Metric]]:
-        """Update the coefficient of the entropy bonus with the mean entropy over all forward passes and ranks of the step."""
+        """Update the coefficient of the entropy bonus. The mean entropy is taken over all forward passes and ranks of the
+        step.
+        """
         bonus, steered = state.own, self.cfg.use_adaptive_entropy
         if not self.has_bonus:
             return bonus, {}
@@ -375,7 +381,7 @@ class GRPO(Method[Config]):
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """Compute the loss of a micro-batch; see `grpo_objective`."""
-        # In evaluation, ranks run different numbers of forward passes, so a collective operation would wait forever. Therefore
-        # entropies are not gathered.
+        # Do not gather entropies in evaluation. Ranks run different numbers of forward passes, so a collective operation
+        # would wait forever.
         gather = state.ranks.join if state.ranks.size > 1 and torch.is_grad_enabled() else None
         return grpo_objective(outputs, batch, self.cfg, entropy_coef=state.own.applied(self.cfg), gather=gather)

@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 @dataclass
 class EpisodeSetup:
-    """Arguments and options of multi-turn episodes. Rollout workers receive a pickled copy, so its functions should be
+    """Arguments and options of multi-turn episodes. Rollout workers receive a pickled copy, so all functions should be
     picklable.
 
     Attributes:
         tools: Functions that the model may call, with type hints and Google-style docstrings. They may be asynchronous.
-        environment_factory: Function that creates an object with a method ``reset``. The object's other public methods
-            are tools. Or a dict of such functions, from which each row's column ``environment`` selects one. If the
-            object has ``get_reward``, it also provides a reward.
+        environment_factory: Function that creates an environment: an object with a method ``reset``. Its other public
+            methods are tools. If it has ``get_reward``, it also provides a reward. With a dict of such functions, the column
+            ``environment`` of each row selects one.
         rollout_func: Function ``f(prompts, trainer)`` that returns a dict with ``prompt_ids``, ``completion_ids`` and
-            ``logprobs`` (or None), with one entry per prompt, and optionally ``env_mask``. Other keys are passed to
-            reward functions.
+            ``logprobs`` (or None), with one entry per prompt. ``env_mask`` is optional. Further keys are passed to reward
+            functions.
         template_kwargs: Arguments of the chat template.
         max_iterations: Maximum number of rounds of tool calls. None: no limit.
         max_output_tokens: Maximum number of tokens of a tool result. The middle of a longer result is removed. None: no
             limit.
-        tool_workers: Number of rollouts whose tools run concurrently. None: all rollouts, up to 32. 0: tools run one
-            after the other on the calling thread.
+        tool_workers: Number of rollouts whose tools run concurrently. None: all rollouts, up to 32. 0: tools run one after
+            the other on the calling thread.
         tool_timeout: Maximum number of seconds of a tool call, of ``reset`` or of ``get_reward``. None: no limit.
-        environment_retries: Number of further attempts after ``reset`` or ``get_reward`` raises an error.
-        harness: Object that runs whole episodes of the user's agent against an HTTP endpoint of the policy; see
+        environment_retries: Number of further attempts after an error in ``reset`` or ``get_reward``.
+        harness: Object that runs the episodes of the user's agent, which calls an HTTP endpoint of the policy; see
             `posttrain.Harness`.
         harness_options: Options of the harness (`HarnessOptions`). None: the defaults.
     """
@@ -66,8 +66,8 @@ class EpisodeSetup:
 
     @classmethod
     def of(cls, args: PostTrainingConfig, **given: Any) -> EpisodeSetup:
-        """Create a setup from arguments and from the options of a config with `EpisodeFields`. If ``args`` lacks an
-        option, use its default.
+        """Create a setup from arguments and from a config with `EpisodeFields`. If ``args`` is None, the options have their
+        defaults.
         """
         if args is None:
             return cls(**given)
@@ -87,10 +87,10 @@ class EpisodeSetup:
 
 
 def take_harness(worker: object, harness: object, reward_funcs: object) -> tuple[Any, Any, Any]:
-    """Separate the arguments of a trainer into a rollout worker, a harness, and reward functions.
+    """Separate a trainer's arguments into a rollout worker, a harness, and reward functions.
 
-    If the worker is a harness, it is returned as the harness. If there is a harness but no ``reward_funcs``, the reward
-    is the value that the harness returns.
+    If the worker is a harness, it is returned as the harness. If there is a harness but no ``reward_funcs``, the harness
+    provides the reward.
 
     Raises:
         ConfigError: Both ``worker`` and ``harness`` are harnesses.
@@ -101,10 +101,10 @@ def take_harness(worker: object, harness: object, reward_funcs: object) -> tuple
 
 
 class EpisodeDriver:
-    """Runs the episodes of one process, which is the trainer or a worker.
+    """Runs the episodes of one process, either the trainer or a worker.
 
-    The driver is created before the model is loaded, so that invalid arguments are reported early. `use_tokenizer` is
-    called when the tokenizer is available.
+    The driver is created before the model is loaded, so that invalid arguments are reported early. `use_tokenizer` is called
+    later, when the tokenizer is available.
 
     Args:
         setup: Arguments and options.
@@ -159,13 +159,13 @@ class EpisodeDriver:
         return bool(self.setup.tools) or (self.pool is not None and self.pool.has_tools)
 
     def use_tokenizer(self, tokenizer: Tokenizer, reader: PictureProcessor | None = None) -> None:
-        """Set the tokenizer that renders and parses the turns. Tools may return images if the image processor
-        ``reader`` is passed.
+        """Set the tokenizer that renders and parses turns. Tools may return images if the image processor ``reader`` is
+        passed.
 
         Raises:
             ModelError: The chat template does not support tool calls, or the model's attention is bidirectional within
-                prompts or images. Bidirectional attention would change the hidden states of a turn when the turn
-                becomes part of the next prompt.
+                prompts or images. Bidirectional attention would change the hidden states of a turn when the next prompt
+                includes this turn.
         """
         if reader is not None:
             reader.check_turns()
@@ -185,18 +185,18 @@ class EpisodeDriver:
         """Reset an environment for each row; see `EnvironmentPool.begin`.
 
         Returns:
-            The environments (None if there are none), and the rows whose prompts contain the first observations.
+            The environments (None without environments), and the rows with the first observations in their prompts.
         """
         return (None, rows) if self.pool is None else self.pool.begin(rows, seeds, errors)
 
     def tokenize(self, rows: Sequence[dict[str, Any]]) -> Sequence[list[int]]:
-        """Tokenize prompts. In text from environments, special tokens are encoded as ordinary text."""
+        """Tokenize the prompts of rows. In text from environments, special tokens are encoded as ordinary text."""
         return tokenize_observed(
             rows, self.tokenizer, chat_template_kwargs=self.setup.template_kwargs, reader=self.reader
         )
 
     def episodes(self, rows: Sequence[dict[str, Any]], environments: Sequence[Any] | None) -> list[Episode]:
-        """Create an episode for each row, with its prompt and its tools. No turn has been generated yet."""
+        """Create an episode for each row, with its prompt and tools, but without turns."""
         each, shared = environments or [None] * len(rows), self.toolbox
         boxes = [shared if e is None or self.pool is None else self.pool.toolbox(e, shared) for e in each]
         rows = (
@@ -214,7 +214,7 @@ class EpisodeDriver:
         stop_ids: Sequence[int],
         any_process: Callable[[bool], bool] = bool,
     ) -> tuple[list[Rollout], list[Any]]:
-        """Run episodes turn by turn until all are finished.
+        """Run episodes turn by turn until all episodes are finished.
 
         Args:
             episodes: Result of `episodes`.
@@ -222,8 +222,8 @@ class EpisodeDriver:
             generate: Function that calls the engine; see `ToolLoop`.
             context: Maximum number of tokens of prompt and completion.
             stop_ids: Tokens that end a turn.
-            any_process: Function that receives whether this process has unfinished episodes, and returns whether
-                any process has unfinished episodes.
+            any_process: Function that receives whether this process has unfinished episodes. It returns whether any process
+                has unfinished episodes.
 
         Returns:
             Rollouts, and the messages of each episode.
@@ -263,19 +263,19 @@ class EpisodeDriver:
         everyone: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
         place: int = 0,
     ) -> Any:
-        """Run one episode of the harness per row; see `HarnessRunner.run`.
+        """Run one episode of the harness for each row; see `HarnessRunner.run`.
 
         Args:
             rows: Tasks of the episodes.
             seeds: Sampling seeds of the episodes.
             sampling: Sampling settings. ``max_new_tokens`` limits the completion of one call.
             sample: Function that calls the engine.
-            engine: Engine. Only its name and its capabilities are used.
+            engine: Rollout engine. Only its name and capabilities are used.
             context: Maximum number of tokens of prompt and completion.
             vocabulary: Vocabulary size V.
             placeholder: See `as_rollouts`.
-            any_process: Function that receives whether this process has unfinished episodes, and returns whether
-                any process has unfinished episodes.
+            any_process: Function that receives whether this process has unfinished episodes. It returns whether any process
+                has unfinished episodes.
             everyone: See `HarnessRunner.run`.
             place: See `HarnessRunner.run`.
         """
@@ -344,20 +344,20 @@ def custom_rollouts(
     """Call the user's rollout function with the prompts, and check its result.
 
     Args:
-        function: Function that returns a dict with ``prompt_ids``, ``completion_ids`` and ``logprobs`` (may be None),
-            with one entry per prompt, and optionally ``env_mask`` (1: token of the model, 0: other token). Other keys
-            are columns for reward functions.
-        prompts: n prompts. If a prompt has several completions, it occurs once for each of them.
-        stop_ids: Token ids that end a completion. A completion that ends with another token counts as truncated.
+        function: Function that returns a dict with ``prompt_ids``, ``completion_ids`` and ``logprobs`` (may be None), with
+            one entry per prompt. ``env_mask`` is optional (1: token of the model, 0: other token). Further keys are columns
+            for reward functions.
+        prompts: List of n prompts. A prompt is repeated for each of its completions.
+        stop_ids: Token ids that end a completion. A completion that ends with another token is treated as truncated.
         vocabulary: Vocabulary size V. Token ids must be in [0, V). None: only negative ids are rejected.
-        most: ``max_completion_length``. None: no limit.
+        most: Maximum number of tokens of a completion (``max_completion_length``). None: no limit.
 
     Returns:
-        n rollouts, and the additional columns with n values each.
+        A list of n rollouts, and the additional columns with n values each.
 
     Raises:
         ArgumentTypeError: The function did not return a dict.
-        RolloutError: A key is missing or an entry is invalid. The message contains key, row, position and value.
+        RolloutError: A key is missing, or an entry is invalid. The message contains key, row, position and value.
     """
     returned = function(list(prompts))
     if not isinstance(returned, dict):
@@ -389,7 +389,7 @@ class _Bad(RolloutError, ValueError):
 
 
 def _accepts(function: Callable, count: int) -> bool:
-    """Return False if a function cannot be called with ``count`` positional arguments. Signatures of C functions are unknown."""
+    """Return whether a function may accept ``count`` positional arguments. For C functions without a signature, return True."""
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:
@@ -434,7 +434,7 @@ def _rollout(
 
 
 def _listed_alike(returned: dict[str, Any], key: str, row: int, ids: list[int]) -> list[Any]:
-    """Return the values under a key for one row. There must be one value per token of the completion."""
+    """Return the values of one row under ``key``. The completion must have one value per token."""
     values = listed(returned[key][row], _at(key, row))
     if len(values) != len(ids):
         raise _Bad(
@@ -444,11 +444,13 @@ def _listed_alike(returned: dict[str, Any], key: str, row: int, ids: list[int]) 
 
 
 def _chosen(returned: dict[str, Any], row: int, position: int, value: object, token: int) -> Any:
-    """Return the log-prob of the sampled token. ``value`` is a number or a list with the log-probs of several candidates."""
+    """Return the log-prob of the sampled token. ``value`` is this log-prob, or a list with the log-probs of several
+    candidates.
+    """
     if not isinstance(value, list | tuple):
         return value
     if "logprob_token_ids" not in returned:
-        return value[0] if value else None  # Engines that return lists put the sampled token first.
+        return value[0] if value else None  # In lists of engines, the sampled token is first.
     names = listed(returned["logprob_token_ids"][row], _at("logprob_token_ids", row))
     candidates = listed(
         names[position] if position < len(names) else None, f"{_at('logprob_token_ids', row)} position {position},"

@@ -1,4 +1,4 @@
-"""Environments of episodes: objects with state and a method ``reset``, whose other methods are tools and can be a reward."""
+"""Environments of episodes: objects with state and a method ``reset``. Their other methods are tools, or return a reward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EMPTY_PROMPT = [{"role": "user", "content": ""}]
 
 @dataclass(slots=True)
 class _Kind:
-    """The environments that one factory has created, and the schemas of their methods."""
+    """Factory of environments, with the instances that it created and the schemas of their methods."""
 
     name: str
     factory: Callable[[], Any]
@@ -36,7 +36,7 @@ class _Kind:
 
 
 def _tool_names(kind: type) -> list[str]:
-    """Return the names of the public methods that are tools. The names are read from the class, so that no property is
+    """Return the names of public methods that are tools. The names are read from the class, so that no property is
     evaluated.
     """
     names = [name for name in dir(kind) if not name.startswith("_") and name not in NOT_TOOLS]
@@ -44,13 +44,13 @@ def _tool_names(kind: type) -> list[str]:
 
 
 class Observed(list):
-    """Messages of a prompt to whose last message ``reset`` has added text or images.
+    """Messages of a prompt. ``reset`` has added text or images to the last message.
 
-    The added blocks are stored separately, so that special tokens in them can be encoded as ordinary text.
+    The added blocks are also stored separately, so that special tokens in them can be encoded as ordinary text.
 
     Args:
         prompt: Messages of the dataset.
-        blocks: Content blocks that were added to the last message.
+        blocks: Content blocks that ``reset`` added to the last message.
     """
 
     def __init__(self, prompt: list[dict[str, Any]], blocks: list[dict[str, Any]]) -> None:
@@ -67,7 +67,7 @@ class Observed(list):
         return Observed, (self.prompt, self.blocks)
 
     def through(self, change: Callable[[str], str]) -> Observed:
-        """Return a copy in which ``change`` was applied to the texts that ``reset`` added."""
+        """Return a copy with ``change`` applied to the texts that ``reset`` added."""
         blocks = [{**b, "text": change(b["text"])} if b["type"] == "text" else b for b in self.blocks]
         return Observed(self.prompt, blocks)
 
@@ -75,16 +75,16 @@ class Observed(list):
 def add_observation(
     prompt: list[dict[str, Any]], observation: Any, where: str, observed: Observe | None = None
 ) -> list[dict[str, Any]]:
-    """Append an observation that ``reset`` returned to the last message of a prompt. Return the new prompt.
+    """Return the prompt with an observation of ``reset`` appended to its last message.
 
     Args:
         prompt: Prompt of the dataset. It is not changed.
-        observation: None, text, a list of content blocks, or a PIL image.
-        where: Description of environment and row for error messages.
+        observation: Result of ``reset``: None, text, a list of content blocks, or a PIL image.
+        where: Description of environment and row, for error messages.
         observed: Function that converts images to content blocks. None: the model supports only text.
 
     Raises:
-        RolloutError: The observation has an unsupported type, or contains images for a model that supports only text.
+        RolloutError: The observation has an unsupported type, or contains images although the model supports only text.
     """
     if observation is None:
         return prompt
@@ -108,9 +108,9 @@ def _is_text(block: Any) -> bool:
 
 
 def is_done(environment: object) -> bool:
-    """Return the attribute ``done`` of an environment: whether its episode has ended.
+    """Return whether the episode of an environment has ended, from the environment's attribute ``done``.
 
-    If ``done`` is a method, it is a tool, and it does not end the episode.
+    If ``done`` is a method, it is a tool, and this function returns False.
 
     Raises:
         RolloutError: The attribute is neither a bool nor 0 or 1.
@@ -120,17 +120,17 @@ def is_done(environment: object) -> bool:
 
 
 class EnvironmentPool:
-    """Pool of environment instances. Each rollout uses one. `begin` resets and assigns instances, and `release` puts
-    them back.
+    """Pool of environments, one per rollout. `begin` resets environments and assigns them to rollouts. `release` returns
+    them to the pool.
 
     Args:
         factories: Function without arguments that returns an object with ``reset``, or a dict of such functions. With a
-            dict, the column ``environment`` of each row selects one.
-        runner: Threads and time limit of ``reset``, ``get_reward`` and tools.
-        retries: Number of further attempts after ``reset`` raises an error. Each attempt uses a new instance.
+            dict, the column ``environment`` of each row selects a function.
+        runner: Runner with the threads and the time limit of ``reset``, ``get_reward`` and tools.
+        retries: Number of further attempts after an error in ``reset``. Each attempt uses a new instance.
 
     Raises:
-        ConfigError: A factory is not callable, or its objects have no ``reset``, or a tool has no valid schema.
+        ConfigError: A factory is not callable, its objects have no ``reset``, or a tool has no valid schema.
     """
 
     def __init__(
@@ -145,10 +145,10 @@ class EnvironmentPool:
         if not named:
             raise ConfigError("environment_factory is an empty dict. Pass at least one name and factory.")
         self.kinds = {name: _probe(name, factory) for name, factory in named.items()}
-        # Instances in which a call did not return in time. Their get_reward is not called.
+        # Instances with a call that did not return in time. Their get_reward is not called.
         self.lost: list[Any] = []
         self._warned = False
-        # Lock for the lists of instances, because groups that use servers begin and end on different threads.
+        # Lock of the lists of instances. It is needed because groups that use servers begin and end on different threads.
         self._lock = threading.Lock()
 
     @property
@@ -158,7 +158,7 @@ class EnvironmentPool:
 
     @property
     def probes(self) -> list[Any]:
-        """One instance per factory, from which the tools and schemas are read."""
+        """One instance per factory. Tools and schemas are read from these instances."""
         return [kind.instances[0] for kind in self.kinds.values()]
 
     def rewards(self) -> list[PooledReward]:
@@ -172,19 +172,19 @@ class EnvironmentPool:
         seeds: Sequence[int] | None = None,
         errors: dict[int, str] | None = None,
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Call ``reset`` on one instance per row, and append the returned observations to the prompts.
+        """Call ``reset`` on one environment per row, and append the returned observations to the prompts.
 
         Args:
             rows: Dataset rows. A row without ``prompt`` gets an empty user message.
-            seeds: Seed of each row, which is passed as ``group_seed`` if ``reset`` has this parameter. All completions
-                of a group have the same seed.
-            errors: Dict for errors of ``reset``, by row index. The environment of such a row is None. If ``errors`` is
-                None, the first error is raised.
+            seeds: Seed of each row. If ``reset`` has the parameter ``group_seed``, it receives this seed. All completions of
+                a group have the same seed.
+            errors: Dict that collects errors of ``reset`` by row index. The environment of such a row is None. If ``errors``
+                is None, the first error is raised.
 
         Raises:
             DataError: A row selects an unknown environment.
-            RolloutError: ``reset`` raised or returned an invalid observation. The message contains the environment and
-                the row.
+            RolloutError: ``reset`` raised an error or returned an invalid observation. The message contains the environment
+                and the row.
         """
         kinds = [self._kind(row, index) for index, row in enumerate(rows)]
         lent = [self._free(kind) for kind in kinds]
@@ -213,7 +213,7 @@ class EnvironmentPool:
         return [environment for environment, _, _ in begun], [row for _, row, _ in begun]
 
     def release(self, environments: Sequence[Any] | None = None) -> None:
-        """Put instances back into the pool, so that other rollouts can use them. None: all instances."""
+        """Return environments to the pool, so that other rollouts can use them. None: all environments of the pool."""
         with self._lock:
             for kind in self.kinds.values():
                 back = [e for e in kind.instances if environments is None or any(e is one for one in environments)]
@@ -222,7 +222,7 @@ class EnvironmentPool:
             self.lost = [e for e in self.lost if not any(e is one for one in gone)]
 
     def toolbox(self, environment: object, tools: ToolBox) -> ToolBox:
-        """Return the tools of a rollout: the tools of all rollouts and the methods of this environment."""
+        """Return the tools of a rollout: the tools of all rollouts, and the methods of the rollout's environment."""
         kind = next(k for k in self.kinds.values() if any(environment is e for e in k.instances))
         box = ToolBox(dict(tools.functions), [*tools.schemas, *kind.schemas], owner=environment)
         for name in kind.methods:
@@ -230,14 +230,14 @@ class EnvironmentPool:
         return box
 
     def discard(self, environment: object) -> None:
-        """Remove an instance in which a call did not return. The instance is not reset, used or closed again."""
+        """Remove an environment with a call that did not return. It is never reset, used or closed again."""
         with self._lock:
             self.lost.append(environment)
             for kind in self.kinds.values():
                 kind.instances = [e for e in kind.instances if e is not environment]
 
     def close(self) -> None:
-        """Close all instances. The next `begin` creates new instances."""
+        """Close all environments. The next call of `begin` creates new environments."""
         for kind in self.kinds.values():
             for instance in kind.instances:
                 _close(instance)
@@ -255,25 +255,25 @@ class EnvironmentPool:
         return self.kinds[name]
 
     def _free(self, kind: _Kind) -> Any:
-        """Return an instance that no rollout uses, or None."""
+        """Return an environment that no rollout uses, or None if there is none."""
         with self._lock:
             return kind.free.pop(0) if kind.free else None
 
     def _made(self, kind: _Kind) -> Any:
-        """Create an instance, add it to the pool, and return it."""
+        """Create an environment, add it to the pool, and return it."""
         with self._lock:
             kind.instances.append(kind.factory())
             return kind.instances[-1]
 
     def _drop(self, kind: _Kind, environment: object) -> None:
-        """Close and remove an instance whose ``reset`` failed."""
+        """Close and remove an environment whose ``reset`` failed."""
         with self._lock:
             known, kind.instances = kind.instances, [e for e in kind.instances if e is not environment]
         if len(known) > len(kind.instances):
             _close(environment)
 
     def _reset(self, kind: _Kind, environment: object, row: dict[str, Any], seed: int, index: int) -> tuple[Any, Any]:
-        """Reset an instance, and return it with the observation. If ``environment`` is None, a new instance is created."""
+        """Reset an environment, and return it with its observation. If ``environment`` is None, create a new environment."""
         if self.routed:
             row.pop("environment", None)
         if row.get("prompt") is not None:
@@ -341,7 +341,7 @@ def _prompt(row: dict[str, Any], index: int) -> list[dict[str, Any]]:
 
 
 def accepted_arguments(function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function accepts as keyword arguments. A function with ``**kwargs`` accepts all arguments."""
+    """Return the arguments that a function accepts as keyword arguments. A function with ``**kwargs`` accepts all of them."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return arguments
@@ -350,7 +350,7 @@ def accepted_arguments(function: Callable, arguments: dict[str, Any]) -> dict[st
 
 
 def _close(instance: Any) -> None:
-    """Close an instance. Errors are ignored, because an instance that is removed may be broken."""
+    """Close an environment. Errors are ignored, because a removed environment may be broken."""
     close = getattr(instance, "close", None)
     if callable(close):
         with contextlib.suppress(Exception):
@@ -361,11 +361,11 @@ def _close(instance: Any) -> None:
 
 
 class PooledReward:
-    """Reward function that calls ``get_reward`` of environments of one class. Rows with other environments get None.
+    """Reward function that calls ``get_reward`` of environments of one class. For other environments, the reward is None.
 
     Args:
         made: Class of the environments. Subclasses are not included.
-        pool: Pool of the instances, with threads, time limit and retries.
+        pool: Pool of the environments, with threads, time limit and retries.
     """
 
     def __init__(self, made: type, pool: EnvironmentPool) -> None:
@@ -373,7 +373,7 @@ class PooledReward:
         self.__name__ = made.__name__
 
     def __call__(self, completions: list[Any], environments: list[Any] | None = None, **_: Any) -> list[Any]:
-        """Return one reward per row."""
+        """Return one reward per row, or None for rows without an environment of this class."""
         rows = environments or [None] * len(completions)
         return self.runner.each([lambda e=e, i=i: self._ask(e, i) for i, e in enumerate(rows)])
 
@@ -402,21 +402,20 @@ def step_environment(
     actions: str = "What to do.",
     name: str = "StepEnvironment",
 ) -> Callable[[], Any]:
-    """Return a function that creates environments from clients with ``reset()`` and ``step(action)``, as in OpenEnv and
-    Gymnasium.
+    """Return a function that creates environments from clients with ``reset()`` and ``step(action)``. Clients of OpenEnv and
+    Gymnasium have this interface.
 
-    The model gets one tool, ``step(action)``. The reward of an episode is the sum of its steps' rewards. The episode
+    The model gets one tool, ``step(action)``. The reward of an episode is the sum of the rewards of its steps. The episode
     ends when the client reports the end. ``step`` may return ``(observation, reward, terminated, truncated, info)``,
-    ``(observation, reward, done, info)``, or an object with ``observation``, ``reward`` and ``done``. ``reset`` may
-    also return ``(observation, info)``.
+    ``(observation, reward, done, info)``, or an object with ``observation``, ``reward`` and ``done``. ``reset`` may also
+    return ``(observation, info)``.
 
     Args:
         make: Function that creates a client.
-        action: Function that converts the model's text to the argument of the client's ``step``. If the function raises
-            an error, the model receives the error message.
+        action: Function that converts the model's text to the argument of the client's ``step``. If it raises an error, the
+            model receives the error message.
         observe: Function that converts an observation to text for the model.
-        actions: Description of the argument of ``step``, which the model reads. For example, ``"One of: up, down, left,
-            right."``.
+        actions: Description of the argument of ``step`` for the model, for example ``"One of: up, down, left, right."``.
         name: Name of the class and of its reward column.
 
     >>> class Countdown:
@@ -465,12 +464,12 @@ def step_environment(
 
 
 def _read(result: Any, where: str) -> tuple[Any, float, bool]:
-    """Parse the result of a client's ``reset`` or ``step``. Return the observation, the reward, and whether the episode
-    has ended.
+    """Parse the result of a client's ``reset`` or ``step``. Return the observation, the reward, and whether the episode has
+    ended.
 
     Raises:
-        RolloutError: The result has an unsupported form, the reward is not finite (None counts as 0), or a flag for the
-            end of the episode is not a bool.
+        RolloutError: The result has an unsupported form, the reward is not finite (None means 0), or a flag for the end of
+            the episode is not a bool.
     """
     resets, tells = where.endswith("reset"), hasattr(result, "observation")
     odd = len(result) not in (3, 4, 5) if isinstance(result, tuple) else not tells

@@ -1,4 +1,4 @@
-"""Multi-turn rollouts with tools on any engine. Sampled tokens are never tokenized again: each turn appends token ids."""
+"""Multi-turn rollouts with tools on any engine. Each turn appends token ids, so sampled tokens are never retokenized."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 # Default maximum number of rounds of tool calls.
 MAX_ITERATIONS = 32
-# Constants from which the seeds of a batch of episodes are computed, so that all seeds differ. SEED_STRIDE separates the engine
-# calls of later turns. BATCH_STRIDE separates several batches of one turn, because the seeds of ranks are consecutive.
+# Constants for the seeds of a batch of episodes, which make all seeds differ. SEED_STRIDE separates the engine calls of
+# different turns. BATCH_STRIDE separates the batches of one turn, because the seeds of ranks are consecutive.
 SEED_STRIDE, BATCH_STRIDE = 7_919, 15_485_863
-# Rollouts may share an engine call only if the call's token limit is below this multiple of each rollout's remaining budget.
+# Rollouts may share an engine call only if its token limit is below this multiple of each rollout's remaining budget.
 TURN_WASTE = 2
 
 Batches = list[tuple[list[list[int]], Sampling]]
@@ -39,24 +39,24 @@ Generate = Callable[[Batches], list[list[Rollout]]]
 
 @dataclass(slots=True)
 class Episode:
-    """A multi-turn rollout in progress.
+    """Multi-turn rollout in progress.
 
     Attributes:
         prompt_ids: Prompt of the first turn.
         tools: Tools that the model may call in this episode.
-        environment: Environment whose methods are tools of this episode. None: there is no environment.
-        token_ids: Tokens after the prompt: turns of the model and results of tools.
-        tool_mask: 1 for tokens of the model, 0 for tokens of tools.
+        environment: Environment whose methods are tools in this episode. None: there is no environment.
+        token_ids: Tokens after the prompt: turns of the model, and results of tools.
+        tool_mask: Mask of ``token_ids``: 1 for tokens of the model, 0 for tokens of tools.
         logp: The engine's log-probs of the model's tokens, and 0.0 for tokens of tools. The list is empty if the engine
             returns no log-probs.
-        processed_logp: Log-probs of the same tokens under the truncated distribution from which they were sampled.
-        messages: The turns as messages, with parsed tool calls.
-        finish_reason: ``stop``: the model ended the last turn. ``length``: the budget of the whole episode truncated
-            the last turn.
-        version: Version of the weights.
-        spans: Versions of the weights that sampled the model's tokens, as (version, number of consecutive tokens).
+        processed_logp: Log-probs of the same tokens, under the truncated distribution from which they were sampled.
+        messages: Turns as messages, with parsed tool calls.
+        finish_reason: Reason for the end of the last turn. ``stop``: the model ended it. ``length``: it was truncated by the
+            budget of the episode.
+        version: Version of the weights that sampled the last turn.
+        spans: Versions of the weights that sampled the model's tokens, as pairs (version, number of consecutive tokens).
         shown: Images in tool results, with their positions in ``token_ids``.
-        masked: Whether the episode is excluded from training, because images of a tool result could not be inserted.
+        masked: Whether the episode is excluded from training. It is if images of a tool result could not be inserted.
         escaped: Number of special tokens in tool results that were encoded as ordinary text.
         calls: Number of tool calls so far.
         failures: Number of tool calls that returned an error.
@@ -85,7 +85,7 @@ class Episode:
 
     @property
     def ids(self) -> Prompt:
-        """All tokens so far, with their images. They are the prompt of the next turn."""
+        """All tokens of the episode with their images. They are the prompt of the next turn."""
         shown = [replace(image, start=image.start + len(self.prompt_ids)) for image in self.shown]
         return Prompt([*self.prompt_ids, *self.token_ids], (*Prompt.pictures_of(self.prompt_ids), *shown))
 
@@ -110,7 +110,7 @@ class Episode:
         )
 
     def add(self, ids: list[int], mask: int, logp: list[float], processed_logp: list[float] | None = None) -> None:
-        """Append tokens of the model (mask 1) or of tools (mask 0)."""
+        """Append tokens of the model (``mask=1``) or of tools (``mask=0``)."""
         self.token_ids += ids
         self.tool_mask += [mask] * len(ids)
         self.logp += logp
@@ -119,23 +119,23 @@ class Episode:
 
 
 class ToolLoop:
-    """Runs episodes turn by turn until all are finished.
+    """Runs episodes turn by turn until all episodes are finished.
 
-    ``sampling.max_new_tokens`` is the budget of the whole episode, including tokens of tools. If a tool result does not
-    fit, the episode ends without it.
+    ``sampling.max_new_tokens`` is the budget of a whole episode, including tokens of tools. If a tool result does not fit
+    into the budget, the episode ends without this result.
 
     Args:
         tokenizer: Result of `prepare_tokenizer`.
-        generate: Function that samples one completion per prompt for a list of ``(prompts, sampling)``. It is called
-            once per turn. The list is empty if only other processes have unfinished episodes.
+        generate: Function that receives a list of ``(prompts, sampling)`` and samples one completion per prompt. It is
+            called once per turn. The list is empty if only other processes have unfinished episodes.
         stop_ids: Tokens that end a turn.
         runner: Object that runs the tools.
         max_iterations: Maximum number of rounds of tool calls. None: no limit.
         max_output_tokens: Maximum number of tokens of a tool result. The middle of a longer result is removed. None: no
             limit.
         context: Maximum number of tokens of prompt and completion.
-        any_process: Function that receives whether this process has unfinished episodes, and returns whether
-            any process has unfinished episodes.
+        any_process: Function that receives whether this process has unfinished episodes. It returns whether any process has
+            unfinished episodes.
         template_kwargs: Arguments of the chat template.
         reader: Image processor, if prompts and tool results may contain images.
         parse: Function ``(tokenizer, ids, prefix, tools) -> message`` that parses a turn of the model.
@@ -175,12 +175,12 @@ class ToolLoop:
             self._generate_turn(ready, replace(sampling, seed=_later(sampling.seed, number)))
 
     def _left(self, episode: Episode, sampling: Sampling) -> int:
-        """Return the number of further tokens that the episode's budget and the model's context allow."""
+        """Return the number of further tokens that the budget of the episode and the model's context allow."""
         left = sampling.max_new_tokens - len(episode.token_ids)
         return left if self.context is None else min(left, self.context - len(episode.ids))
 
     def _answer(self, episode: Episode, results: list[ToolResult], sampling: Sampling) -> bool:
-        """Append the tool results to the episode. Return False if they end the episode."""
+        """Append tool results to the episode. Return False if the episode ends with them."""
         calls, episode.waiting = episode.waiting, []
         episode.calls += len(calls)
         episode.failures += sum(result.failed for result in results)
@@ -202,7 +202,7 @@ class ToolLoop:
         return True
 
     def _suffix(self, episode: Episode, messages: list[dict[str, Any]]) -> Prompt | None:
-        """Tokenize tool results. If their images cannot be inserted, exclude the episode from training and return None."""
+        """Tokenize tool results. If their images cannot be inserted, return None and exclude the episode from training."""
         before = self.suffix.text.escaped
         try:
             suffix = self.suffix(messages, closed=episode.token_ids[-1] in self.suffix.stop_ids)
@@ -216,7 +216,7 @@ class ToolLoop:
             return None
 
     def _fits(self, episode: Episode, suffix: Prompt, sampling: Sampling) -> bool:
-        """Return whether tool results fit into the budget, the model's context, and the maximum number of images."""
+        """Return whether tool results fit into the budget, into the model's context, and into the maximum number of images."""
         most = None if self.reader is None else self.reader.per_row
         images = len(Prompt.pictures_of(episode.prompt_ids)) + len(episode.shown) + len(suffix.pictures)
         many = most is not None and bool(suffix.pictures) and images > most
@@ -231,7 +231,7 @@ class ToolLoop:
         return message | ({"tool_call_id": call["id"]} if call.get("id") is not None else {})
 
     def _shortened(self, text: str) -> str:
-        """Remove the middle of a tool result that is longer than ``max_output_tokens``."""
+        """Truncate a tool result with more than ``max_output_tokens`` tokens by removing its middle."""
         limit = self.max_output_tokens
         if limit is None or len(ids := self.suffix.plain(text)) <= limit:
             return text
@@ -264,9 +264,9 @@ class ToolLoop:
     def _batches(self, episodes: list[Episode], sampling: Sampling) -> list[tuple[list[int], int]]:
         """Group episodes into engine calls. The token limit of a call is the largest remaining budget of its episodes.
 
-        All rollouts of a call have the same token limit. A rollout whose budget is much smaller than the limit would be
-        generated far beyond its budget and then truncated. A long rollout may have less context left than the limit.
-        Rollouts with less context get their own calls.
+        All rollouts of a call have the same token limit. Rollouts with a much smaller budget or with less context are in
+        separate calls. A rollout with a much smaller budget would otherwise be generated far beyond its budget and then
+        truncated.
         """
         left = [self._left(e, sampling) for e in episodes]
         for e, tokens in zip(episodes, left, strict=True):
@@ -280,7 +280,7 @@ class ToolLoop:
         while waiting:
             most = left[waiting[0]]
             fits = [i for i in waiting if TURN_WASTE * left[i] > most and self._room(episodes[i]) >= most]
-            # Keep prompts in order. If equal prompts are consecutive, the engine computes them only once.
+            # Keep the order of prompts. If equal prompts are consecutive, the engine computes them only once.
             groups.append((sorted(fits), most))
             waiting = [i for i in waiting if i not in fits]
         return groups
@@ -289,7 +289,7 @@ class ToolLoop:
         return float("inf") if self.context is None else self.context - len(episode.ids)
 
     def _append_turn(self, episode: Episode, rollout: Rollout, left: int) -> None:
-        """Append a turn of the model to its episode, and parse its tool calls."""
+        """Append a turn of the model to its episode, and parse the turn's tool calls."""
         ids = rollout.token_ids[:left]
         cut = len(ids) < len(rollout.token_ids)
         episode.finish_reason = "length" if cut else rollout.finish_reason
@@ -304,17 +304,17 @@ class ToolLoop:
         message = self.parse(self.tokenizer, ids, prefix=before, tools=episode.tools.schemas or None)
         episode.messages.append(message)
         if self.reader is not None and self.reader.token_id in ids:
-            # The model sampled an image placeholder, which no image replaces. The next turn could not be computed, so end the
-            # episode.
+            # The model sampled an image placeholder without an image. The next turn could not be computed, so the episode
+            # ends here.
             return
-        # If the turn was truncated, do not call its tools, because the budget has no space for their results.
+        # Do not call the tools of a truncated turn, because the budget has no space for their results.
         if episode.finish_reason == "stop":
             episode.waiting = list(message.get("tool_calls") or [])
 
 
 def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert turns and tool results to messages for reward functions. Images become PIL images, which are decoded on
-    access.
+    """Convert turns and tool results to messages for reward functions. Images are converted to PIL images, which are decoded
+    on access.
     """
     if all(isinstance(message["content"], str) for message in messages):
         return messages
@@ -322,8 +322,9 @@ def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def turn_spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:
-    """Return the versions of the weights that sampled the first ``length`` tokens of a rollout. Each entry is a pair
-    (version, number of consecutive tokens).
+    """Return the versions of the weights that sampled the first ``length`` tokens of a rollout.
+
+    The result is a list of pairs (version, number of consecutive tokens).
     """
     kept = []
     for version, count in rollout.spans or [(rollout.version, length)]:
@@ -349,13 +350,13 @@ def roll_out_with_tools(
     """Generate episodes with tools outside of training.
 
     Args:
-        engine: Any rollout engine.
+        engine: Rollout engine that samples the turns.
         tokenizer: Tokenizer whose chat template supports tools.
-        prompts: Lists of messages.
+        prompts: Prompts, each as a list of messages.
         tools: Functions with type hints and Google-style docstrings.
-        sampling: Sampling settings. ``max_new_tokens`` is the budget of a whole episode. If ``stop_token_ids`` is
-            empty, the stop tokens of the tokenizer are used.
-        runner: Threads and time limit of the tools.
+        sampling: Sampling settings. ``max_new_tokens`` is the budget of a whole episode. If ``stop_token_ids`` is empty, the
+            tokenizer's stop tokens are used.
+        runner: Runner with the threads and the time limit of tools.
         options: Options of `ToolLoop` (``max_iterations``, ``max_output_tokens``, ``context``, ``template_kwargs``).
 
     Returns:

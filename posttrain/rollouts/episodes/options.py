@@ -1,4 +1,4 @@
-"""`HarnessFields`: options of configs for harnesses. `posttrain.extensions.agents` reads them."""
+"""`HarnessFields`: config options for harnesses. `posttrain.extensions.agents` reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.fields import Port, PositiveFloat, PositiveInt, option
 
 @dataclass
 class HarnessFields:
-    """Options of running a trainer's harness. The options have no effect without a harness."""
+    """Options for running the harness of a trainer. They have no effect without a harness."""
 
     harness_limit: PositiveInt = option(16, "Maximum number of episodes that run at the same time.")
     harness_timeout: PositiveFloat | None = option(

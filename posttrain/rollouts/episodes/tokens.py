@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 def prepare_tokenizer(tokenizer: Tokenizer) -> Any:
     """Return a copy of a tokenizer for multi-turn rollouts with tools. The original is not changed.
 
-    The copy's template never changes earlier turns. If the original template changes them, it is replaced by a training
-    template. The format of tool calls is detected, so that they can be parsed.
+    The copy's chat template never changes earlier turns. If the original template changes earlier turns, it is replaced with
+    a training template. The format of tool calls is detected, so that tool calls can be parsed.
 
     Args:
-        tokenizer: A tokenizer, or a processor if tool results may contain images. The template of a processor is only
-            checked, and never replaced.
+        tokenizer: A tokenizer, or a processor if tool results may contain images. The chat template of a processor is
+            checked, but never replaced.
 
     Raises:
-        ModelError: The template does not render tool calls or results, or it changes earlier turns, or its tool calls
+        ModelError: The chat template does not render tool calls or results, it changes earlier turns, or its tool calls
             cannot be parsed.
     """
     if not supports_tool_calling(tokenizer):
@@ -68,17 +68,18 @@ def prepare_tokenizer(tokenizer: Tokenizer) -> Any:
 
 
 class PlainText:
-    """Hides special tokens in texts while a template renders them, and encodes them as ordinary text.
+    """Hides special tokens in texts while a template renders the texts, and encodes the special tokens as ordinary text.
 
-    Special tokens are replaced by placeholder words. The words are random for each instance, so no text can contain
-    them. Before tokenization, the words are replaced again, so the token ids do not depend on them.
+    Special tokens are replaced with placeholder words. These words are random for each instance, so no text can contain
+    them. Before tokenization, the words are replaced with the special tokens' texts, so token ids do not depend on the
+    words.
 
     Args:
         tokenizer: Tokenizer whose special tokens are hidden.
-        read: Function that converts text to ids. None: the tokenizer, without special tokens added by it.
+        read: Function that converts text to ids. None: the tokenizer is called, without adding special tokens.
 
     Attributes:
-        escaped: Number of special tokens that were hidden so far.
+        escaped: Number of special tokens that were hidden.
     """
 
     def __init__(self, tokenizer: Tokenizer, read: Callable[[str], list[int]] | None = None) -> None:
@@ -92,7 +93,7 @@ class PlainText:
         self.escaped = 0
 
     def hide(self, text: str, drop: bool = False) -> str:
-        """Replace the special tokens in a text by placeholder words. With ``drop``, remove them instead."""
+        """Replace the special tokens in a text with placeholder words. With ``drop``, remove the special tokens."""
         if self.pattern is None:
             return text
         hidden, count = self.pattern.subn(lambda m: "" if drop else self.word.format(self.special.index(m[0])), text)
@@ -105,7 +106,8 @@ class PlainText:
         for index, part in enumerate(self.hidden.split(text)):
             if index % 2:
                 token = self.special[int(part)]
-                # Split the special token's text into two parts, so that the tokenizer does not recognize it.
+                # Split the text of the special token into two parts, so that the tokenizer does not recognize the special
+                # token.
                 pieces = [token[:1], token[1:]]
             else:
                 pieces = [part]
@@ -121,7 +123,7 @@ def tokenize_observed(
     chat_template_kwargs: dict[str, Any] | None = None,
     reader: PictureProcessor | None = None,
 ) -> Sequence[list[int]]:
-    """Tokenize prompts like `tokenize_prompts`. In observations that ``reset`` added, special tokens are encoded as
+    """Tokenize prompts as `tokenize_prompts` does. In observations that ``reset`` added, special tokens are encoded as
     ordinary text.
 
     Args:
@@ -153,9 +155,9 @@ def tokenize_observed(
 class ToolSuffix:
     """Computes the token ids of tool results that follow a turn of the model.
 
-    The ids are the difference between two renderings of a dummy conversation: one with the tool results, one without.
-    Text that the model sampled is therefore never rendered or tokenized again. Special tokens in a tool result are
-    encoded as ordinary text, so a result can neither end its turn nor begin a turn of the model.
+    The ids are the difference between two renderings of a dummy conversation: with and without the tool results. Text that
+    the model sampled is therefore never rendered or tokenized again. Special tokens in a tool result are encoded as ordinary
+    text. A tool result can therefore neither end its turn nor begin a turn of the model.
 
     Args:
         tokenizer: Result of `prepare_tokenizer`.
@@ -176,16 +178,16 @@ class ToolSuffix:
         self.template_kwargs = dict(template_kwargs or {})
 
     def __call__(self, results: list[dict[str, Any]], *, closed: bool = True) -> Prompt:
-        """Return the tokens between the end of the model's turn and the beginning of its next turn. The tokens include
-        image placeholders.
+        """Return the tokens between the end of the model's turn and the beginning of its next turn, including image
+        placeholders.
 
         Args:
             results: Messages of the tools.
-            closed: Whether the model's turn ended with its end token. If not (for example, because of a stop string),
-                the end token is added.
+            closed: Whether the model's turn ended with its end token. If it ended without one (for example, at a stop
+                string), the end token is added.
 
         Raises:
-            ModelError: The template renders a tool call differently if a result follows it.
+            ModelError: The template renders a tool call differently if a tool result follows.
             DataError: The template does not render an image, or the image processor rejects the image.
         """
         hidden = [self._hidden(message) for message in results]
@@ -196,7 +198,7 @@ class ToolSuffix:
         ends = [i for i, token in enumerate(before) if token in self.stop_ids]
         cut = ends[-1] + 1 if ends else len(before)
         if self.tokenizer.decode(before[cut:]).strip():
-            # The template writes no end token after a tool call, so the next end token belongs to the user's turn before it.
+            # The template writes no end token after a tool call, so the last end token belongs to the user's turn before it.
             cut = len(before)
         if common_prefix(before, after) < cut:
             raise ModelError(
@@ -208,7 +210,7 @@ class ToolSuffix:
         return Prompt(after[cut:], () if self.reader is None else self.reader.place(after[cut:], pictures))
 
     def _hidden(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a tool result in which special tokens are hidden."""
+        """Return a copy of a tool result with hidden special tokens."""
         hide, content = self.text.hide, message["content"]
         if isinstance(content, str):
             content = hide(content)
@@ -224,5 +226,5 @@ class ToolSuffix:
         return self.reader.conversation(messages, self.text.ids, **how, **self.template_kwargs)
 
     def plain(self, text: str) -> list[int]:
-        """Tokenize a text without adding special tokens at its ends."""
+        """Tokenize a text without adding special tokens. Special tokens in the text are encoded as ordinary text."""
         return self.text.ids(self.text.hide(text))

@@ -20,14 +20,16 @@ from posttrain.values import BadValue
 
 T = TypeVar("T")
 Observe = Callable[[Any, str], list[dict[str, Any]]]
-# Maximum number of characters of a tool result. Longer results would take long to tokenize, and fit into no model's context.
+# Maximum number of characters of a tool result. A longer result would take long to tokenize, and fits into no model's
+# context.
 LONGEST = 1_000_000
-# Number of seconds after a timeout within which the event loop must report it. Otherwise, a function blocks the event loop.
+# Number of seconds after a timeout in which the event loop must report the timeout. If it does not, a function blocks the
+# loop.
 GRACE = 1.0
 
 
 class TooSlow(Exception):
-    """Error for a call that did not return within its time limit."""
+    """Error for a call that did not return within the time limit."""
 
 
 class UnknownTool(Exception):
@@ -39,12 +41,12 @@ class WrongValue(Exception):
 
 
 class Cancelled(Exception):
-    """Error for a call that raised ``CancelledError`` or ``SystemExit``. It ends only this call."""
+    """Error for a call that raised ``CancelledError`` or ``SystemExit``. Only this call fails."""
 
 
 @dataclass(slots=True)
 class ToolResult:
-    """Result of one tool call: text for the model, whether it is an error, and content blocks if the result contains images."""
+    """Result of one tool call: text for the model, an error flag, and content blocks if the result contains images."""
 
     text: str
     failed: bool = False
@@ -52,10 +54,10 @@ class ToolResult:
 
 
 def tool_schema(tool: Any) -> dict[str, Any]:
-    """Return the JSON schema of a function. The schema is created from the type hints and the Google-style docstring.
+    """Return the JSON schema of a function, created from its type hints and its Google-style docstring.
 
     Raises:
-        ConfigError: The object is not a function, or has no type hints or docstring.
+        ConfigError: The object is not a function, or it lacks type hints or a docstring.
 
     >>> def add(a: int, b: int) -> int:
     ...     '''Add two numbers.
@@ -90,11 +92,11 @@ def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
 
     Args:
         value: Parsed value of the argument.
-        schema: JSON schema of the argument, from the result of `tool_schema`.
-        name: Name of the argument, for the message.
+        schema: JSON schema of the argument, taken from the result of `tool_schema`.
+        name: Name of the argument, for the error message.
 
     Raises:
-        WrongValue: The value cannot be converted. The model receives the message.
+        WrongValue: The value cannot be converted. The model receives the error message.
 
     >>> by_schema("21", {"type": "integer"}, "n"), by_schema(21, {"type": "string"}, "n")
     (21, '21')
@@ -118,8 +120,8 @@ def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
 
 
 def _first_fit(value: object, schemas: Sequence[Mapping[str, Any]], name: str) -> Any:
-    """Convert a value to one of several types. A value that already has one of the types is not converted. Otherwise,
-    the first type that works is used.
+    """Convert a value to the first of several types to which it can be converted. A value that already has one of the types
+    is not changed.
     """
     for schema in sorted(schemas, key=lambda one: not _is_kind(value, one.get("type"))):
         try:
@@ -156,14 +158,14 @@ def _as_kind(value: object, kind: str, name: str) -> Any:
 
 @dataclass(slots=True)
 class ToolBox:
-    """The tools that one rollout may call.
+    """Tools that one rollout may call.
 
     Attributes:
         functions: Functions by tool name.
         schemas: JSON schemas of the functions, which the chat template renders.
-        owner: Environment whose methods are some of the functions. None: there is no environment.
-        lost: Whether a call of the owner did not return in time. A lost call may still be running, so no further method
-            of the owner is called.
+        owner: Environment with methods that are tools. None: there is no environment.
+        lost: Whether a call of the owner did not return in time. Such a call may still be running, so no further method of
+            the owner is called.
     """
 
     functions: dict[str, Callable] = field(default_factory=dict)
@@ -197,7 +199,7 @@ class ToolBox:
         self.functions[name] = function
 
     def function(self, call: dict[str, Any]) -> Callable:
-        """Return the function that a tool call names.
+        """Return the function that a tool call requests.
 
         Raises:
             UnknownTool: There is no tool with this name, or the call is not a function call.
@@ -211,13 +213,13 @@ class ToolBox:
         return self.functions[name]
 
     def declared(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the schema of the called function. Return {} if there is none."""
+        """Return the schema of the requested function, or {} if it has no schema."""
         name = call.get("function", {}).get("name")
         return next((s["function"] for s in self.schemas if s.get("function", {}).get("name") == name), {})
 
     def arguments(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call, converted to their declared types. Arguments that are not declared stay
-        unchanged.
+        """Return the arguments of a call, converted to their declared types. Arguments that are not declared are not
+        changed.
 
         Raises:
             WrongValue: An argument cannot be converted.
@@ -229,17 +231,17 @@ class ToolBox:
         return {name: by_schema(value, known.get(name, {}), name) for name, value in arguments.items()}
 
     def waits(self, call: dict[str, Any]) -> bool:
-        """Return whether the function that is called is asynchronous."""
+        """Return whether the requested function is asynchronous."""
         name = call.get("function", {}).get("name")
         return inspect.iscoroutinefunction(self.functions.get(name))
 
 
 def as_text(value: object) -> str:
-    """Convert a tool's result to text. Strings stay unchanged, text blocks are joined, and other values are converted
-    with ``str``.
+    """Convert a tool's result to text. A string is not changed, text blocks are joined, and other values are converted with
+    ``str``.
 
     Raises:
-        TypeError: A block is not text, or the value is an object without a useful text form, such as a generator or a
+        TypeError: A block is not text, or the value is an object without a useful text form, for example a generator or a
             function.
     """
     bare = type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__
@@ -254,7 +256,7 @@ def as_text(value: object) -> str:
     text = value if isinstance(value, str) else str(value)
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
-    return text.encode("utf-8", "replace").decode()  # Replace unpaired surrogates, because they cannot be tokenized.
+    return text.encode("utf-8", "replace").decode()  # Unpaired surrogates cannot be tokenized, so replace them.
 
 
 def shows_images(value: object) -> bool:
@@ -270,18 +272,17 @@ def shows_images(value: object) -> bool:
 class ToolRunner:
     """Runs the tool calls of many rollouts concurrently. The calls of one rollout run in order.
 
-    Plain functions run on threads, and asynchronous functions on one event loop. If consecutive calls of a message are
-    asynchronous, they run concurrently. After ``timeout``, the runner stops waiting for a call, and the model receives
-    an error.
+    Plain functions run on threads, and asynchronous functions run on one event loop. Consecutive asynchronous calls of a
+    message run concurrently. After ``timeout``, the runner stops waiting for a call, and the model receives an error.
 
     Args:
-        workers: Number of rollouts whose tools run concurrently. None: all rollouts, up to 32. 0: calls run one after
-            the other on the calling thread without a time limit, for tools that are not thread-safe.
+        workers: Number of rollouts whose tools run concurrently. None: all rollouts, up to 32. 0: calls run one after the
+            other on the calling thread, without a time limit. Use 0 for tools that are not thread-safe.
         timeout: Maximum number of seconds of a call. None: no limit.
 
     Attributes:
-        observed: Function that converts returned images to content blocks. Its arguments are the result and a description of
-            its origin. None: the model supports only text.
+        observed: Function that converts returned images to content blocks. Its arguments are the result, and a description
+            of the result's origin. None: the model supports only text.
     """
 
     def __init__(self, workers: int | None = None, timeout: float | None = 60.0) -> None:
@@ -291,8 +292,8 @@ class ToolRunner:
         self._lock = threading.Lock()
 
     def each(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Run all tasks and return their results in order. If tasks fail, the first error is raised after all of them
-        have ended.
+        """Run all tasks, and return their results in order. If tasks fail, the first error is raised after all tasks have
+        ended.
         """
         workers = min(32, len(tasks)) if self.workers is None else min(self.workers, len(tasks))
         if workers == 0 or (workers == 1 and self.workers is not None):
@@ -302,16 +303,16 @@ class ToolRunner:
         return [future.result() for future in futures]
 
     def run(self, jobs: Sequence[tuple[ToolBox, Sequence[dict[str, Any]]]]) -> list[list[ToolResult]]:
-        """Run the tool calls of every rollout. Return the results in order. Errors of tools and invalid calls become
+        """Run the tool calls of each rollout, and return their results in order. Errors of tools and invalid calls become
         results for the model.
 
         Raises:
-            RolloutError: An environment does not work, for example because its ``done`` is not a bool.
+            RolloutError: An environment is invalid, for example because its ``done`` is not a bool.
         """
         return self.each([lambda box=box, calls=calls: self._in_order(box, calls) for box, calls in jobs])
 
     def call(self, function: Callable, arguments: dict[str, Any]) -> Any:
-        """Call a plain or asynchronous function, with the time limit.
+        """Call a plain or asynchronous function with the time limit.
 
         Raises:
             TooSlow: The function did not return in time.
@@ -401,7 +402,7 @@ class ToolRunner:
             except concurrent.futures.TimeoutError:
                 if future.done():
                     raise  # The tool itself raised this TimeoutError.
-                # The coroutine blocks this event loop, so use a new event loop for later calls.
+                # The coroutine blocks this event loop. Use a new event loop for later calls.
                 self._loop = None
                 raise TooSlow from None
 
@@ -409,7 +410,7 @@ class ToolRunner:
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            # Hold the lock, because a thread whose call blocks may set the event loop to None at any time.
+            # Hold the lock. A thread whose call blocks may set the event loop to None at any time.
             loop = self._loop
             if loop is None:
                 loop = self._loop = asyncio.new_event_loop()
@@ -424,7 +425,7 @@ async def _itself(value: object) -> Any:
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            raise  # The runner canceled this task, so do not convert the exception.
+            raise  # The runner canceled this task. Do not convert the exception.
         raise _cancelled(error) from error
     except (Exception, KeyboardInterrupt):
         raise
@@ -437,7 +438,7 @@ def _cancelled(error: BaseException) -> Cancelled:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Run a call on a daemon thread, and wait up to ``seconds``. After that, the thread continues, because it cannot be
+    """Run a call on a daemon thread, and wait for up to ``seconds``. The thread then continues to run, because it cannot be
     stopped.
     """
     box: list[tuple[T | None, BaseException | None]] = []
@@ -445,7 +446,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
     def work() -> None:
         try:
             box.append((call(), None))
-        except BaseException as error:  # Store the exception. The thread that waits raises it again.
+        except BaseException as error:  # Store the exception for the waiting thread, which raises it.
             box.append((None, error))
 
     thread = threading.Thread(target=work, daemon=True, name="tool")

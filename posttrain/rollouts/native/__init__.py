@@ -1,3 +1,3 @@
-"""The native rollout engine. It runs in the trainer's process, samples from the trained weights without a copy, and
-computes each prompt once for all of its completions.
+"""The native rollout engine. It runs in the trainer's process, samples from the trained weights without a copy, and computes
+each prompt once for all of its completions.
 """

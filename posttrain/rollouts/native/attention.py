@@ -1,10 +1,10 @@
-"""Attention in which rows share the keys and values of their prompts. It is registered in transformers under a name.
+"""Attention in which rows share the keys and values of their prompts. It is registered by name in transformers.
 
-The model's decoder code is not changed; only its attention function is replaced. The common prefix of all prompts of a
-call is computed and stored once. The rest of each prompt is stored once too, in blocks of several prompts. In a
-decoding step, one product multiplies all queries with the common prefix. Another product multiplies all queries of a
-prompt with the prompt, without repeating key-value heads. Each query is also multiplied with its own suffix. One
-softmax is computed over all three parts.
+Only the model's attention function is replaced. Its decoder code is not changed. The common prefix of all prompts of a call
+is computed and stored once. The rest of each prompt is also stored once, in blocks of several prompts. In a decoding step,
+one product multiplies all queries with the common prefix. Another product multiplies all queries of a prompt with the
+prompt, without repeating key-value heads. Each query is also multiplied with its own suffix. One softmax is computed over
+all three parts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from posttrain.models.heads import attention_renamed
 
 
 class Rule(NamedTuple):
-    """Parameters by which a layer computes attention weights from queries and keys.
+    """Parameters of the attention weights of a layer.
 
     Attributes:
-        scale: Factor of the products of queries and keys.
-        softcap: Bound of the scaled scores, which become ``softcap * tanh(scores / softcap)``. None: no bound.
-        window: Size of the sliding window: number of positions to which a token attends, including its own. None: all
-            earlier positions.
-        chunk: Size of chunks of positions (Llama 4). A token attends only to positions of its own chunk. None: no
-            chunks.
-        sinks: ``(heads,)`` additional logit per head, whose value vector is zero. None: no such logits.
+        scale: Factor by which products of queries and keys are multiplied.
+        softcap: Bound of the scaled scores, which are changed to ``softcap * tanh(scores / softcap)``. None: no bound.
+        window: Size of the sliding window: number of positions to which a token attends, including its own position. None: a
+            token attends to all earlier positions.
+        chunk: Size of chunks of positions (Llama 4). A token attends only to positions in its own chunk. None: no chunks.
+        sinks: Additional logit ``(heads,)`` per head, with a value vector of zero. None: no additional logits.
     """
 
     scale: float
@@ -46,37 +45,35 @@ class Rule(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether the weights are a softmax of scaled scores without further changes. torch's own attention function
-        can then be used.
+        """Whether the attention weights are a softmax of scaled scores without further changes. If so, torch's own attention
+        function can be used.
         """
         return self.softcap is None and self.sinks is None
 
     def weights(self, scores: Tensor, sinks: Tensor | None) -> Tensor:
-        """Return the softmax in float32 of scores that `capped` returned. ``sinks`` must be expandable to the scores."""
+        """Return the softmax of scores from `capped`, in float32. ``sinks`` must be expandable to the shape of the scores."""
         if sinks is None:
             return scores.softmax(-1)
         sinks = sinks.to(scores).expand(*scores.shape[:-1], 1)
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
     def capped(self, scores: Tensor) -> Tensor:
-        """Apply the softcap to scaled scores. Without a softcap, the scores are returned unchanged."""
+        """Apply the soft cap to scaled scores. Without a soft cap, return the scores unchanged."""
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
-Sight = tuple[
-    int | None, int | None
-]  # Sliding window and chunk size of a layer. None: the layer has no window, or no chunks.
+Sight = tuple[int | None, int | None]  # Sliding window and chunk size of a layer. None: no window or no chunks.
 
 
 @dataclass(slots=True)
 class Block:
-    """KV cache of several prompts that were prefilled together. The cache is right-padded to the longest prompt.
+    """KV cache of several prompts that were prefilled together, right-padded to the longest prompt.
 
     Attributes:
         prompts: Indices of the prompts, in batch order.
-        lengths: ``(P,)`` number of tokens of each prompt.
-        keys, values: Maps each layer to a tensor ``(P, KV heads, width, head size)``.
-        states: ``(P, ...)`` states of recurrent layers at the end of each prompt, see `posttrain.models.recurrent.states`.
+        lengths: Number of tokens of each prompt, ``(P,)``.
+        keys, values: Tensor ``(P, KV heads, width, head size)`` of each layer.
+        states: States ``(P, ...)`` of recurrent layers at the end of each prompt; see `posttrain.models.recurrent.states`.
     """
 
     prompts: list[int]
@@ -86,14 +83,14 @@ class Block:
     states: list[Tensor] = field(default_factory=list)
 
     def append(self, keys: dict[int, Tensor], values: dict[int, Tensor]) -> None:
-        """Append keys and values of the next positions of all prompts."""
+        """Append keys and values of the next positions, for all prompts."""
         for memory, new in ((self.keys, keys), (self.values, values)):
             for layer, tensor in new.items():
                 memory[layer] = torch.cat([memory[layer], tensor], 2) if layer in memory else tensor
 
     def close_gaps(self, known: Tensor, room: int) -> None:
-        """Remove the gaps between cached and new positions. New positions were stored from column ``room`` on. These
-        positions are moved directly behind the ``known (P,)`` cached positions of each prompt.
+        """Remove the gaps between cached and new positions. New positions were stored from column ``room`` on. They are
+        moved directly behind the ``known (P,)`` cached positions of each prompt.
         """
         width = int(self.lengths.max())
         columns = torch.arange(width, device=known.device).expand(len(known), -1)
@@ -106,16 +103,16 @@ class Block:
                 memory[layer] = tensor.gather(2, index)
 
     def row(self, prompt: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return keys and values ``(1, KV heads, length, head size)`` of one prompt, by layer."""
+        """Return the keys and values of one prompt by layer, with the shape ``(1, KV heads, length, head size)``."""
         i = self.prompts.index(prompt)
         return {n: (self.keys[n][i : i + 1, :, :length], self.values[n][i : i + 1, :, :length]) for n in self.keys}
 
     def states_of(self, prompt: int) -> list[Tensor]:
-        """Return copies ``(1, ...)`` of the recurrent states of one prompt."""
+        """Return copies of the recurrent states ``(1, ...)`` of one prompt."""
         return one_row(self.states, self.prompts.index(prompt))
 
     def keep(self, prompts: list[int]) -> None:
-        """Keep only the listed prompts. Free the memory of all other prompts."""
+        """Keep only the listed prompts, and free the memory of all other prompts."""
         index = torch.tensor([self.prompts.index(p) for p in prompts], device=self.lengths.device)
         self.prompts, self.lengths = prompts, self.lengths[index]
         self.states = [state[index] for state in self.states]
@@ -126,20 +123,20 @@ class Block:
 
 
 def one_row(states: list[Tensor], row: int) -> list[Tensor]:
-    """Return copies ``(1, ...)`` of the recurrent states of one row."""
+    """Return copies of the recurrent states ``(1, ...)`` of one row."""
     return [state[row : row + 1].clone() for state in states]
 
 
 @dataclass(slots=True)
 class Group:
-    """The rows of one block that are still generating. A row belongs to one completion.
+    """Rows of one block that are still generating. A row belongs to one completion.
 
     Attributes:
-        rows: ``(m,)`` row indices, ascending.
-        grid: ``(P, g)`` the same row indices, with one line per prompt. g is the maximum number of rows per prompt. If
-            a prompt has fewer rows, one of them is repeated.
-        place: ``(m,)`` index of each row in the flattened grid.
-        alone: Whether all rows that are still generating belong to this group.
+        rows: Row indices ``(m,)`` in ascending order.
+        grid: The same row indices as ``(P, g)``, with one line per prompt. g is the maximum number of rows per prompt. In
+            lines with fewer rows, a row index is repeated.
+        place: Index ``(m,)`` of each row in the flattened grid.
+        alone: Whether this group contains all generating rows.
     """
 
     block: Block
@@ -150,9 +147,7 @@ class Group:
     orders: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def order(self, kv: int) -> tuple[Tensor, Tensor]:
-        """Return indices that gather ``(P, kv, g)`` from ``(n, kv)``, and indices that gather the result back to ``(m,
-        kv)``.
-        """
+        """Return indices that gather ``(P, kv, g)`` from ``(n, kv)``, and indices that gather ``(m, kv)`` from the result."""
         if kv not in self.orders:
             heads, g = torch.arange(kv, device=self.grid.device), self.grid.shape[1]
             take = self.grid[:, None, :] * kv + heads[:, None]
@@ -162,8 +157,8 @@ class Group:
         return self.orders[kv]
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Rearrange ``(n, kv, r, c)`` to ``(P, kv, g r, c)``. All queries of a prompt are then multiplied with its keys
-        in one product.
+        """Rearrange ``(n, kv, r, c)`` to ``(P, kv, g r, c)``. One product can then multiply all queries of a prompt with its
+        keys.
         """
         n, kv, r, c = x.shape
         lines = x.reshape(n * kv, r, c).index_select(0, self.order(kv)[0])
@@ -176,28 +171,27 @@ class Group:
 
 
 NAME = "posttrain_native"
-# Number of suffix positions that are allocated first. Each time they are full, the number is doubled.
+# Number of suffix positions that are allocated first. When all positions are used, their number is doubled.
 FIRST_BLOCK = 64
 
 
 @dataclass(slots=True)
 class Fill:
-    """A prefill pass: earlier keys and values, to which its tokens attend, and the new keys and values that it
-    computes.
+    """Prefill pass: earlier keys and values to which its tokens attend, and the new keys and values that it computes.
 
     Attributes:
         past: Earlier keys and values by layer, ``(1 or P, KV heads, length, head size)``, in the order of positions.
-        keys, values: New keys and values by layer, ``(P, KV heads, width, head size)``. Attention stores them during
-            the pass.
-        shared: Number of tokens of the common prefix of all prompts. Keys and values of the common prefix come first in
+        keys, values: New keys and values by layer, ``(P, KV heads, width, head size)``. The attention function stores them
+            during the pass.
+        shared: Number of tokens of the common prefix of all prompts. The keys and values of the common prefix are first in
             ``past``.
-        known: ``(P,)`` number of cached tokens of each prompt, which follow the common prefix in ``past``. None: all
-            prompts have the same number of cached tokens.
-        room: Number of columns for cached tokens. The number is the maximum of ``known``.
-        span: ``(P, width)`` index of the block (an image) in which a token attends in both directions. -1: the token is
-            in no block. None: no blocks.
-        hidden: Attention masks by window and chunk size. Each mask is computed once and used by all layers.
-        states: ``(P, width, H)`` final hidden states, set after the pass.
+        known: Number of cached tokens of each prompt, ``(P,)``. They follow the common prefix in ``past``. None: all prompts
+            have the same number of cached tokens.
+        room: Number of columns for cached tokens, the maximum of ``known``.
+        span: Index ``(P, width)`` of the block (an image) in which a token attends in both directions. -1: the token is in
+            no block. None: there are no blocks.
+        hidden: Attention masks by window and chunk size. Each mask is computed once for all layers.
+        states: Final hidden states ``(P, width, H)``, which are set after the pass.
     """
 
     past: list[dict[int, tuple[Tensor, Tensor]]] = field(default_factory=list)
@@ -211,10 +205,10 @@ class Fill:
     states: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def unseen(self, sight: Sight, width: int, whole: int, device: torch.device) -> Tensor:
-        """Return a mask ``(width, whole)``. True means that the query does not attend to the key. If rows need
-        different masks, it has an additional row dimension.
+        """Return a mask ``(width, whole)``, which is True if the query does not attend to the key. If rows need different
+        masks, the mask has an additional row dimension.
 
-        ``width`` is the number of new positions, and ``whole`` the number of all positions.
+        ``width`` is the number of new positions, and ``whole`` is the number of all positions.
         """
         if sight not in self.hidden:
             window, chunk = sight
@@ -236,7 +230,7 @@ class Fill:
         return self.hidden[sight]
 
     def whole(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of a layer. Return the earlier keys and values with the new ones appended."""
+        """Store the new keys and values of a layer. Return the earlier keys and values, with the new ones appended."""
         self.keys[layer], self.values[layer] = key.contiguous(), value.contiguous()
         if not self.past:
             return key, value
@@ -247,25 +241,24 @@ class Fill:
 
 @dataclass(slots=True)
 class Store:
-    """KV cache of an engine call, and the state of the forward pass that is running.
+    """KV cache of an engine call, and state of the current forward pass.
 
     Attributes:
         slots: Maximum number of sequences that generate at the same time.
-        filling: Prefill pass that is running. None: a decoding step is running.
-        positions: ``(n, t)`` positions of the tokens of the pass that is running.
+        filling: Current prefill pass. None: the current pass is a decoding step.
+        positions: Positions ``(n, t)`` of the tokens in the current pass.
         common: Block with the common prefix of all prompts, as a batch of one. None: there is no common prefix.
-        groups: In decoding, the generating rows by block. Each row is in exactly one group.
-        prefix: ``(n,)`` number of prompt tokens of each generating row, not counting the common prefix.
-        lengths: ``(n,)`` number of stored suffix tokens of each generating row, not counting the current token.
-        longest: Maximum of ``lengths``, as a Python number, so that no copy from the device is needed.
+        groups: Generating rows by block, in a decoding step. Each row is in exactly one group.
+        prefix: Number of prompt tokens of each generating row, ``(n,)``, without the common prefix.
+        lengths: Number of stored suffix tokens of each generating row, ``(n,)``, without the current token.
+        longest: Maximum of ``lengths`` as a Python number, so that it need not be copied from the device.
         keys, values: Keys and values of suffixes by layer, ``(slots, KV heads, capacity, head size)``.
-        states: ``(slots, ...)`` states of recurrent layers, see `posttrain.models.recurrent.states`.
-        repeats: For attention layers that are used at several depths: how often each was called in the current pass.
-        unseen: Attention masks of this step by window and chunk size. Each mask is computed once and used by all
-            layers.
-        places: Indices of this step's keys in a layer's cache, by number of key-value heads and capacity. The indices
-            are computed once and used by all layers.
-        plan: Description of the groups for compiled layers (`posttrain.rollouts.native.layers`).
+        states: States ``(slots, ...)`` of recurrent layers; see `posttrain.models.recurrent.states`.
+        repeats: Number of calls in the current pass of attention layers that are used at several depths.
+        unseen: Attention masks of this step by window and chunk size. Each mask is computed once for all layers.
+        places: Indices of this step's keys in a layer's cache, by number of key-value heads and capacity. They are computed
+            once for all layers.
+        plan: Plan of the groups for compiled layers (`posttrain.rollouts.native.layers`).
     """
 
     slots: int
@@ -289,8 +282,8 @@ class Store:
         self.positions, self.repeats = positions, 0
 
     def layer_of(self, module: Any) -> int:
-        """Return the key of a layer's cache. In Zamba 2, several depths use the same attention layers, all with layer
-        index -1.
+        """Return the key of a layer's cache. Zamba 2 uses the same attention layers at several depths, all with layer index
+        -1. Each of their calls gets its own key.
         """
         if module.layer_idx >= 0:
             return module.layer_idx
@@ -306,7 +299,7 @@ class Store:
             memory[rows] = state[index]
 
     def begin_step(self, longest: int) -> None:
-        """Begin a decoding step with one new position per row. ``longest`` is the current maximum number of suffix tokens."""
+        """Begin a decoding step with one new position per row. ``longest`` is the maximum number of stored suffix tokens."""
         self.longest, self.unseen, self.places = longest, {}, {}
 
     @property
@@ -316,19 +309,17 @@ class Store:
 
     @property
     def width(self) -> int:
-        """Number of columns of the prompts without the common prefix. The result is the width of the widest block in
-        use.
-        """
+        """Number of columns of the prompts, without the common prefix: the width of the widest block in use."""
         return max(next(iter(group.block.keys.values())).shape[2] for group in self.groups)
 
     @property
     def capacity(self) -> int:
-        """Number of suffix positions allocated for each slot."""
+        """Number of suffix positions that are allocated for each slot."""
         return next(iter(self.keys.values())).shape[2] if self.keys else 0
 
     def bias(self, sight: Sight, columns: int) -> Tensor:
-        """Return the attention bias ``(n, 1, 1, shared + width + columns)``: 0 for keys to which a row attends, else
-        minus infinity.
+        """Return the attention bias ``(n, 1, 1, shared + width + columns)``. It is 0 for keys to which a row attends, and
+        minus infinity for other keys.
         """
         if sight not in self.unseen:
             window, chunk = sight
@@ -349,7 +340,7 @@ class Store:
         return self.unseen[sight]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of one new position per row. Return the used part of this layer's cache."""
+        """Store the keys and values of one new position per row. Return the used part of the layer's cache."""
         n, kv, _, size = key.shape
         used = self.longest + 1
         self.make_room(layer, key, value)
@@ -364,14 +355,14 @@ class Store:
         return keys[:n, :, :used], values[:n, :, :used]
 
     def make_room(self, layer: int, key: Tensor, value: Tensor, *, blank: bool = True) -> None:
-        """Make sure that the cache has space for one more position of every row.
+        """Ensure that the cache has space for one more position of every row.
 
         Args:
             layer: Key of the layer's cache.
-            key: A tensor ``(n, KV heads, 1, size)`` with the size and dtype of the layer's keys.
-            value: The same for the layer's values.
-            blank: Whether to set unused positions to zero. Matrix products over all columns need this, because a NaN in
-                an unused column would change the result.
+            key: Sample tensor ``(n, KV heads, 1, size)`` with the size and dtype of the layer's keys.
+            value: Sample tensor with the size and dtype of the layer's values.
+            blank: Whether to set unused positions to zero. Matrix products over all columns need this, because NaN in an
+                unused column would change their result.
         """
         if layer not in self.keys or self.keys[layer].shape[2] <= self.longest:
             self._grow(layer, key, value, blank=blank)
@@ -389,8 +380,8 @@ class Store:
             memory[layer] = new
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Compute the attention of one layer. The input has shape ``(n, heads, t, size)``, the output ``(n, t, heads,
-        size)``.
+        """Compute the attention of one layer. The inputs have the shape ``(n, heads, t, size)``, and the output has the
+        shape ``(n, t, heads, size)``.
         """
         if self.filling is not None:
             key, value = self.filling.whole(layer, key, value)
@@ -399,7 +390,7 @@ class Store:
         return _decode(self, layer, query, keys, values, rule)
 
     def suffix(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return keys and values ``(1, KV heads, length, head size)`` of one row's suffix, by layer."""
+        """Return the keys and values of one row's suffix by layer, with the shape ``(1, KV heads, length, head size)``."""
         return {
             n: (self.keys[n][row : row + 1, :, :length], self.values[n][row : row + 1, :, :length]) for n in self.keys
         }
@@ -409,7 +400,7 @@ class Store:
         self.keys, self.values, self.states = {}, {}, []
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the suffix and the recurrent states of one row to another row, whose sequence has ended."""
+        """Copy the suffix and the recurrent states of row ``source`` to row ``target``, whose sequence has ended."""
         for memory in (self.keys, self.values):
             for tensor in memory.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
@@ -418,7 +409,7 @@ class Store:
 
 
 class _Running(threading.local):
-    """Cache of the running call in each thread. Calls on different models can therefore run concurrently in one process."""
+    """Cache of the running call, per thread. Calls on different models can therefore run concurrently in one process."""
 
     store: Store | None = None
 
@@ -427,7 +418,7 @@ _running = _Running()
 
 
 def current_store() -> Store:
-    """Return the cache of the innermost engine call that is running in this thread."""
+    """Return the cache of the innermost engine call in this thread."""
     assert _running.store is not None, "native attention runs inside plugged_in() only"
     return _running.store
 
@@ -445,11 +436,11 @@ def native_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers. The input has shape ``(n, heads, t, size)``, the output ``(n, t, heads,
-    size)``.
+    """Compute attention for transformers. The inputs have the shape ``(n, heads, t, size)``, and the output has the shape
+    ``(n, t, heads, size)``.
 
-    ``sliding_window=None`` means full attention, even if the module has an attribute ``sliding_window``, as every layer
-    of EXAONE 4 has. The attribute is used only if the argument is not passed.
+    ``sliding_window=None`` means full attention, even if the module has an attribute ``sliding_window``, as every layer of
+    EXAONE 4 has. The attribute is used only if the argument is not passed.
     """
     store = current_store()
     if sliding_window is ...:
@@ -459,14 +450,14 @@ def native_attention(
     if module.config.model_type == llama4.MODEL_TYPE:
         query, chunk = llama4.placed(module, query, store.positions)
     rule = Rule(scale, softcap, sliding_window, chunk, s_aux)
-    # Under autocast, the rotary embedding returns float32 queries and keys, but values are in half precision. Convert all to
-    # one dtype.
+    # Under autocast, the rotary embedding returns queries and keys in float32, but values are in half precision. Convert
+    # queries and keys to the dtype of the values.
     query, key = query.to(value.dtype), key.to(value.dtype)
     return store.attend(store.layer_of(module), query, key, value, rule), None
 
 
 def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-    """Compute causal attention of the last positions. Padding is on the right, so no real token attends to it."""
+    """Compute causal attention of the last positions. Padding is on the right, so no real token attends to padding."""
     width, whole = query.shape[2], key.shape[2]
     limit = min(rule.window or whole, rule.chunk or whole)
     if rule.plain and fill.span is None and width == whole <= limit:
@@ -474,8 +465,8 @@ def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) 
     hidden = fill.unseen((rule.window, rule.chunk), width, whole, query.device)
     if rule.plain and query.device.type == "cpu":
         return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=rule.scale, enable_gqa=True)
-    # Repeat keys and values for all query heads. CUDA has no kernel for a mask together with shared key-value heads and would
-    # otherwise store all scores.
+    # Repeat keys and values for all query heads. CUDA has no kernel for a mask with shared key-value heads, and would store
+    # all scores.
     key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
     if rule.plain:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=rule.scale)
@@ -485,8 +476,8 @@ def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) 
 
 
 def _decode(store: Store, layer: int, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
-    """Compute attention of one new query per row. The query attends to the common prefix, to the row's prompt and to
-    the row's suffix. The result is ``(n, 1, heads, size)``.
+    """Compute attention of one new query per row to the common prefix, to the row's prompt and to the row's suffix. The
+    result has the shape ``(n, 1, heads, size)``.
     """
     n, heads, _, size = query.shape
     kv, used, first, width = keys.shape[1], keys.shape[2], store.shared, store.width
@@ -508,7 +499,7 @@ def _decode(store: Store, layer: int, query: Tensor, keys: Tensor, values: Tenso
 
 
 def _prompt_scores(groups: list[Group], layer: int, q: Tensor, width: int) -> Tensor:
-    """Compute the scores ``(n, kv, r, width)`` of every row's queries with the keys of its prompt."""
+    """Compute the scores ``(n, kv, r, width)`` of each row's queries and the keys of its prompt."""
     scores = q.new_zeros(0)
     for group in groups:
         block = group.block.keys[layer]
@@ -521,19 +512,19 @@ def _prompt_scores(groups: list[Group], layer: int, q: Tensor, width: int) -> Te
 
 
 def _of_all(x: Tensor) -> Tensor:
-    """Rearrange ``(n, kv, r, c)`` to ``(kv, n r, c)``, so that the queries of all rows are in one matrix per head."""
+    """Rearrange ``(n, kv, r, c)`` to ``(kv, n r, c)``. Each head then has the queries of all rows in one matrix."""
     return x.transpose(0, 1).reshape(x.shape[1], -1, x.shape[3])
 
 
 def _by_all(x: Tensor, n: int) -> Tensor:
-    """Rearrange ``(kv, n r, c)`` back to ``(n, kv, r, c)``."""
+    """Rearrange ``(kv, n r, c)`` to ``(n, kv, r, c)``. This is the inverse of `_of_all`."""
     return x.view(x.shape[0], n, -1, x.shape[2]).transpose(0, 1)
 
 
 @contextmanager
 def plugged_in(model: nn.Module, store: Store) -> Iterator[None]:
-    """Use `native_attention` with ``store`` in the text layers of ``model`` inside the context. Restore the previous
-    backend on exit.
+    """Use `native_attention` with ``store`` in the text layers of ``model`` inside the context. On exit, restore the
+    previous attention function.
     """
     ALL_ATTENTION_FUNCTIONS.register(NAME, native_attention)
     previous, _running.store = _running.store, store

@@ -1,4 +1,4 @@
-"""Sampling from logits: temperature, rules, truncation, and a sampler that needs no sort and no log-softmax over the
+"""Sampling from logits: temperature, rules, truncation, and a sampler without a sort and without a log-softmax over the
 vocabulary.
 """
 
@@ -23,8 +23,8 @@ BLOCK = 256
 
 
 def penalize_repetition(logits: Tensor, history: list[list[int]], penalty: float) -> Tensor:
-    """Penalize tokens that occurred in the prompt or the completion: divide positive logits by ``penalty``, multiply
-    negative logits by it.
+    """Reduce the logits of tokens that occurred in the prompt or the completion. Positive logits are divided by ``penalty``,
+    and negative logits are multiplied by it.
 
     Reference: CTRL, arXiv:1909.05858, section 4.1.
     """
@@ -36,19 +36,18 @@ def penalize_repetition(logits: Tensor, history: list[list[int]], penalty: float
 
 
 def has_rules(sampling: Sampling) -> bool:
-    """Return whether `apply_rules` would change the logits."""
+    """Return whether the settings contain rules, so that `apply_rules` would change the logits."""
     return bool(sampling.min_new_tokens or sampling.logit_bias or sampling.no_repeat_ngram)
 
 
 def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: list[list[int]] | None) -> Tensor:
-    """Return a copy of the logits. The logit bias is added, and the logits of forbidden tokens are minus infinity.
+    """Return a copy of the logits with the logit bias added. The logits of forbidden tokens are minus infinity.
 
     Args:
-        x: ``(n, V)`` logits after division by the temperature.
+        x: Logits ``(n, V)`` after division by the temperature.
         sampling: Settings of all rows.
-        written: Number of tokens of each of the n completions so far.
-        history: Tokens of each of the n rows so far, including the prompt. The history is only needed to forbid
-            repeated n-grams.
+        written: Number of sampled tokens of each of the n completions.
+        history: Tokens of each of the n rows, including the prompt. They are only needed to forbid repeated n-grams.
     """
     x = x.clone()
     if sampling.logit_bias:
@@ -64,16 +63,16 @@ def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: 
 
 
 def ends_with_string(tokens: Sequence[int], sampling: Sampling, tokenizer: Tokenizer) -> bool:
-    """Return whether the last token of a completion completes a stop string."""
+    """Return whether a completion ends with a token that completes a stop string."""
     if not sampling.stop_strings:
         return False
-    # A token may be a single byte, and a character has up to 4 bytes. Decode enough tokens to contain the longest stop string.
+    # A token may be a single byte, and a character has up to 4 bytes. Decode enough tokens for the longest stop string.
     text = tokenizer.decode(tokens[-4 * max(map(len, sampling.stop_strings)) - 8 :])
     return any(string in text for string in sampling.stop_strings)
 
 
 def banned_continuations(tokens: list[int], size: int) -> list[int]:
-    """Return the tokens that would complete an n-gram of ``size`` that has already occurred.
+    """Return the tokens that would repeat an n-gram of length ``size``.
 
     >>> banned_continuations([1, 2, 3, 1, 2], 3)
     [3]
@@ -86,7 +85,7 @@ def banned_continuations(tokens: list[int], size: int) -> list[int]:
 
 
 def _forbid(logits: Tensor, rows: list[list[int]]) -> Tensor:
-    """Set the logits of the listed tokens of each row to minus infinity, in place."""
+    """Set the logits of each row's forbidden tokens to minus infinity, in place."""
     for row, tokens in enumerate(rows):
         if tokens:
             logits[row, torch.tensor(tokens, device=logits.device)] = -torch.inf
@@ -94,14 +93,14 @@ def _forbid(logits: Tensor, rows: list[list[int]]) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Sample one index per row with probability proportional to ``weights``, by inverting the cumulative sum.
+    """Sample one index per row with a probability proportional to ``weights``, by inverting the cumulative sum.
 
-    The cumulative sum is computed in two levels: over blocks, and over the positions in one block. The vocabulary is
-    then read once, and float32 sums are short, so that rounding does not change the probabilities of tokens.
+    The cumulative sum is computed in two levels: over blocks, and over the positions within one block. The vocabulary is
+    then read only once. Float32 sums are short, so rounding does not change the probabilities of tokens.
 
     Args:
-        weights: ``(n, V)`` nonnegative weights, not normalized.
-        uniform: ``(n,)`` float64 in [0, 1).
+        weights: Nonnegative weights ``(n, V)``, not normalized.
+        uniform: Random numbers ``(n,)`` in [0, 1), as float64.
     """
     n, size = weights.shape
     if size % BLOCK:
@@ -113,9 +112,10 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_min(0)), 0.0)
     chosen = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1).double()
     inner = torch.searchsorted(chosen.cumsum(-1), target - before, right=True).clamp_max(BLOCK - 1)
-    # Rounding can move the index behind the last position with a positive weight. Use that last position then.
+    # Because of rounding, the index can be after the last position with a positive weight. In this case, use that last
+    # position.
     last = (BLOCK - 1) - (chosen.flip(-1) > 0).int().argmax(-1, keepdim=True)
-    # If a row contains NaN, the token is arbitrary. `SampledTokens.rows` raises an error for it later.
+    # If a row contains NaN, the selected token is arbitrary. `SampledTokens.rows` raises an error for this row later.
     return (block * BLOCK + torch.minimum(inner, last)).squeeze(1).clamp_max(size - 1)
 
 
@@ -124,12 +124,11 @@ class SampledTokens:
     """One sampled token per row.
 
     Attributes:
-        tokens: ``(n,)`` int64.
-        logp: ``(n,)`` float32 log-prob at the sampling temperature, before penalties, rules and truncation.
-        processed_logp: ``(n,)`` float32 log-prob under the distribution from which the token was sampled. None: it
-            equals ``logp``.
-        top: ``(n, k)`` ids and log-probs of the most likely tokens, before penalties, rules and truncation. None: they
-            were not requested.
+        tokens: Sampled token ids ``(n,)``, int64.
+        logp: Log-probs ``(n,)`` at the sampling temperature, before penalties, rules and truncation.
+        processed_logp: Log-probs ``(n,)`` under the distribution from which tokens were sampled. None: they equal ``logp``.
+        top: Ids and log-probs ``(n, k)`` of the most likely tokens, before penalties, rules and truncation. None: they were
+            not requested.
     """
 
     tokens: Tensor
@@ -138,11 +137,10 @@ class SampledTokens:
     top: tuple[Tensor, Tensor] | None = None
 
     def rows(self) -> list[list[float]]:
-        """Copy all values to the host in one transfer. Return a list per row with the token, its log-prob, and further
-        values.
+        """Copy all values to the host in one transfer. Return a list per row: the token, its log-prob, and further values.
 
         Raises:
-            RolloutError: A row contains NaN, or the rules allow no token in a row.
+            RolloutError: A row contains NaN, or the rules forbid all tokens of a row.
         """
         columns = [x[:, None] for x in (self.tokens, self.logp, self.processed_logp) if x is not None]
         rows = torch.cat([x.double() for x in (*columns, *(self.top or ()))], 1).tolist()
@@ -160,18 +158,18 @@ def draw_tokens(
     history: list[list[int]] | None = None,
     change: Callable[[Tensor], Tensor] | None = None,
 ) -> SampledTokens:
-    """Sample one token per row, and return its log-prob at the sampling temperature before truncation.
+    """Sample one token per row. Also return its log-prob at the sampling temperature, before truncation.
 
-    The function does not wait for the device. `SampledTokens.rows` raises an error later if a row has no valid token.
+    This function does not wait for the device. If a row has no valid token, `SampledTokens.rows` raises an error later.
 
     Args:
-        logits: ``(n, V)`` logits, which are overwritten.
-        sampling: Sampling settings. With temperature 0, the most likely token is selected, and its log-prob is at
+        logits: Logits ``(n, V)``, which are overwritten.
+        sampling: Sampling settings. With temperature 0, the most likely token is selected, and its log-prob is computed at
             temperature 1.
-        uniform: ``(n,)`` float64 in [0, 1).
-        history: Tokens of each row so far, including the prompt. Only the repetition penalty needs it.
-        change: Function that changes the logits, after division by the temperature and before truncation. The function
-            may set logits to minus infinity.
+        uniform: Random numbers ``(n,)`` in [0, 1), as float64.
+        history: Tokens of each row, including the prompt. They are only needed for the repetition penalty.
+        change: Function that changes the logits after division by the temperature and before truncation. It may set logits
+            to minus infinity.
     """
     x = logits.float()
     greedy = sampling.temperature == 0
@@ -183,7 +181,7 @@ def draw_tokens(
         drawn = _shaped(x, best, sampling, uniform, history, change)
         drawn.top = top
         return drawn
-    # Compute in place. For small tensors, allocating memory takes longer than the arithmetic.
+    # Compute in place. For small tensors, allocating memory takes longer than the computation.
     weights = x.sub_(best).exp_()
     token = draw(weights, uniform)
     logp = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
@@ -204,7 +202,7 @@ def _shaped(
     history: list[list[int]] | None,
     change: Callable[[Tensor], Tensor] | None,
 ) -> SampledTokens:
-    """Sample tokens if the sampled distribution is not the plain softmax: greedy, or with penalties, changes or truncation."""
+    """Sample tokens from a distribution other than the plain softmax: greedy, or with penalties, changes or truncation."""
     greedy = sampling.temperature == 0
     log_z = best.squeeze(-1) + (x - best).exp_().sum(-1).log()
     y = x
@@ -215,7 +213,7 @@ def _shaped(
         y = change(y)
     if greedy:
         token = y.argmax(-1)
-        # If no token is allowed, the log-prob is NaN, as in sampling below.
+        # If no token is allowed, the log-prob is NaN, as in the other branch.
         processed = torch.zeros_like(log_z).masked_fill_(y.amax(-1).isneginf(), torch.nan)
     else:
         y = truncate(y, sampling.truncation)

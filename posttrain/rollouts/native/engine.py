@@ -1,4 +1,4 @@
-"""`NativeEngine`: samples from the trained weights in the trainer's process."""
+"""`NativeEngine`: rollout engine that samples from the trained weights in the trainer's process."""
 
 from __future__ import annotations
 
@@ -43,40 +43,38 @@ if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
 # Number of tokens per prefill pass. Short prompts share a pass, and longer prompts are split into chunks of this size. With
-# smaller chunks, more of the attention is between two chunks, which is slower because it is not causal.
+# smaller chunks, a larger part of the attention is between different chunks. This part is slower, because it is not causal.
 PREFILL_TOKENS = 2048
-# Default size of the prefix cache in bytes. It holds 43,000 tokens of a 135M model in float32, or 35,000 tokens of Qwen2.5-7B
-# in bfloat16.
+# Default size of the prefix cache in bytes. It has space for 43,000 tokens of a 135M model in float32, or for 35,000 tokens
+# of Qwen2.5-7B in bfloat16.
 KEEP_BYTES = 2 * 10**9
 FAILURE = "rollout_failure.json"
 
 
 class NativeEngine(RolloutEngine):
-    """Rollout engine that samples from the trained weights. The engine has no copy of the weights that must be updated.
+    """Rollout engine that samples from the trained weights. It has no copy of the weights that must be updated.
 
     When a sequence ends, the next sequence uses its row of the batch. Each prompt is prefilled once for all of its
-    completions. The common prefix of all prompts is prefilled once for all prompts. The random numbers of a sequence
-    depend only on the seed and on the sequence's index, not on other sequences.
+    completions. The common prefix of all prompts is prefilled only once. The random numbers of a sequence depend only on the
+    seed and on the sequence's index. They do not depend on other sequences.
 
     Args:
-        model: A transformers causal language model, possibly with adapters. The model must select its attention
-            function by name.
+        model: A transformers causal language model, with or without adapters. It must select its attention function by name.
         pad_token_id: Token id of padding during prefill.
         max_slots: Maximum number of sequences that generate at the same time. None: 64 on a CPU and 256 on a GPU.
         tokenizer: Tokenizer for stop strings and structured outputs.
         prefill_tokens: Maximum number of tokens of a prefill pass. A longer prompt is computed in several passes, with
-            decoding steps between them.
-        keep_bytes: Maximum number of bytes that `prefix_cache` keeps.
+            decoding steps between the passes.
+        keep_bytes: Maximum size of the prefix cache in bytes.
         folder: Folder to which the prompts of a failed call are written. None: they are not written.
-        products: Matrix products on a CPU. ``exact``: use the weights unchanged. For calls with many steps, the weights
-            are copied into a faster memory layout, if the copy fits into a quarter of the free memory. ``bfloat16``:
-            use copies that are rounded to bfloat16. The trained weights are not changed. Log-probs then differ by about
-            0.01 nats, so the trainer corrects for the difference.
+        products: Matrix products on a CPU. ``exact``: the weights are used unchanged. For calls with many steps, the weights
+            are copied into a faster memory layout, if the copy fits into a quarter of the free memory. ``bfloat16``: copies
+            are used that are rounded to bfloat16. The trained weights are not changed. Log-probs then differ by about 0.01
+            nats, and the trainer corrects for this difference.
 
     Attributes:
-        shares_weights: Whether the engine samples from exactly the trained weights, so that log-probs need no
-            correction.
-        counts: Statistics of the last call: computed prompt tokens, prompt tokens found in the cache, and decoding
+        shares_weights: Whether the engine samples from exactly the trained weights. If so, its log-probs need no correction.
+        counts: Statistics of the last call: number of computed prompt tokens, of cached prompt tokens, and of decoding
             steps.
     """
 
@@ -122,9 +120,9 @@ class NativeEngine(RolloutEngine):
         """Sample completions; see `RolloutEngine.generate`. Each request may have its own `Sampling`.
 
         Raises:
-            RolloutError: A request is invalid, or logits are NaN. The message contains the request.
-            RolloutInterrupted: The user pressed Ctrl-C. The error contains all completions. Unfinished completions have
-                the reason ``abort``.
+            RolloutError: A request is invalid, or logits are NaN. The message describes the request.
+            RolloutInterrupted: The user pressed Ctrl-C. The error contains all completions. Unfinished completions have the
+                finish reason ``abort``.
         """
         text = self.inner.config.get_text_config()
         most, placeholder = context_length(text), placeholder_of(self.inner)
@@ -151,8 +149,8 @@ class NativeEngine(RolloutEngine):
             finally:
                 self.counts = run.counts()
                 if packed is not None and packed is not self._held:
-                    # Free the copies immediately instead of at the next garbage collection, because the optimizer step needs
-                    # their memory.
+                    # Free the copies now instead of at the next garbage collection, because the optimizer step needs their
+                    # memory.
                     packed.weights.clear()
 
     def _resolved(self, products: Products, device: torch.device) -> Products:
@@ -171,8 +169,8 @@ class NativeEngine(RolloutEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `Capabilities`. Log-probs equal those of the training forward pass only if both weights and autocast are
-        float32. The result can therefore change during a run.
+        """Properties of the engine. Log-probs equal those of the training forward pass only if weights and autocast are
+        float32. This property can therefore change during a run.
         """
         kind = next(self.inner.parameters()).device.type
         coarse = torch.is_autocast_enabled(kind) or (kind == "cuda" and rounds_to_tf32())
@@ -187,12 +185,11 @@ class NativeEngine(RolloutEngine):
 
     @contextmanager
     def prefix_cache(self) -> Iterator[None]:
-        """Keep the KV cache between calls inside the context. Later turns of an episode and prompts with a common
-        prefix then reuse it.
+        """Keep the KV cache between calls inside the context. It is reused for later turns of an episode, and for prompts
+        with a common prefix.
 
-        The cache has at most ``keep_bytes`` bytes, and the least recently used entries are removed first. If the
-        weights or the active adapters have changed, the next call clears the cache. The cache is freed at the end of
-        the context.
+        The cache has at most ``keep_bytes`` bytes. The least recently used entries are removed first. If the weights or the
+        active adapters have changed, the next call clears the cache. The cache is freed at the end of the context.
         """
         if self.kept is not None:  # An outer `prefix_cache` context is active. Use its cache.
             yield
@@ -204,9 +201,11 @@ class NativeEngine(RolloutEngine):
             self.kept = self._held = None
 
     def _packed(self) -> Packed | None:
-        """Return packed copies of the weights. If the weights have not changed since an earlier call, its copies are reused."""
+        """Return packed copies of the weights, or None. Copies of an earlier call are reused if the weights have not
+        changed.
+        """
         if torch.is_autocast_enabled("cpu"):
-            return None  # Under autocast, torch rounds the weights itself, so use no copies.
+            return None  # Under autocast, torch rounds the weights itself. Use no copies.
         if self._held is not None:
             return self._held
         lower = self.products == "bfloat16"
@@ -224,7 +223,7 @@ class NativeEngine(RolloutEngine):
         self._weights = now
 
     def _with_file(self, error: SickRequests, run: Run) -> RolloutError:
-        """Write the requests of a failed call to a file, and return the error with the path of the file."""
+        """Write the requests of a failed call to a file. Return the error with the path of this file."""
         if self.folder is None:
             return RolloutError(f"{error} Pass folder=... to the engine to save their prompts.")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -233,13 +232,13 @@ class NativeEngine(RolloutEngine):
         return RolloutError(f"{error} Their prompts and the generated tokens are in {path}.")
 
     def interrupt(self) -> None:
-        """Stop the running call after its current step, from another thread. Unfinished completions get the reason
+        """Stop the running call after its current step, from another thread. Unfinished completions get the finish reason
         ``abort``.
         """
         self.interrupted.set()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Store the version and clear the prefix cache. The engine uses the trainer's weights, so there is nothing to load."""
+        """Store the version, and clear the prefix cache. Nothing is loaded, because the engine uses the trainer's weights."""
         self.version, self._held = version, None
         if self.kept is not None:
             self.kept.clear()
@@ -250,7 +249,7 @@ class NativeEngine(RolloutEngine):
             self.kept.clear()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits ``(n, V)`` from final hidden states ``(n, H)``, with the model's scaling and softcapping."""
+        """Compute logits ``(n, V)`` from final hidden states ``(n, H)``, with the model's logit scaling and soft cap."""
         x = self.inner.get_output_embeddings()(hidden).float()
         x = x if self.rule.scale == 1.0 else x * self.rule.scale
         return x if self.rule.softcap is None else self.rule.softcap * torch.tanh(x / self.rule.softcap)
@@ -261,8 +260,8 @@ class NativeEngine(RolloutEngine):
 
 
 def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """Return the data with which a failed call can be reproduced: prompts, generated tokens, sampling settings and the
-    version of the weights.
+    """Return the data for reproducing a failed call: prompts, generated tokens, sampling settings and the version of the
+    weights.
     """
     failed = []
     for index in error.requests:
@@ -275,30 +274,28 @@ def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -
 
 
 VERDICTS: dict[str, str | None] = {}
-# Tolerance of `native_is_exact`, as a fraction of the standard deviation of the correct log-probs. In half precision, it is
-# 0.05.
+# Tolerance of `native_is_exact`, as a fraction of the standard deviation of the correct log-probs. In half precision, the
+# tolerance is 0.05.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}
 
 
 def native_is_exact(model: nn.Module) -> str | None:
-    """Return None if the engine's log-probs equal those of the model's own forward pass. Otherwise return a description
-    of the difference.
-    """
+    """Return None if the engine's log-probs equal those of the model's forward pass, else a description of the difference."""
     key = probe_key(model)
     if key not in VERDICTS:
         try:
             VERDICTS[key] = _compare(model)
         except PosttrainError as error:
             VERDICTS[key] = f"{type(error).__name__}: {error}"
-        except Exception as error:  # If the engine raises an exception, it does not support this model.
+        except Exception as error:  # An exception means that the engine does not support this model.
             VERDICTS[key] = _unsupported(model, error)
     return VERDICTS[key]
 
 
 def _unsupported(model: nn.Module, error: Exception) -> str:
-    """Return the reason why the engine raised an exception on a model."""
+    """Describe why the engine raised an exception on a model."""
     inner: Any = causal_lm(model)
-    # Falcon, Bloom, MPT and GPT-J, among others, compute attention in their own code.
+    # Some models compute attention in their own code, for example Falcon, Bloom, MPT and GPT-J.
     if not getattr(inner, "_supports_attention_backend", True):
         return (
             f"{type(inner).__name__} computes attention in its own code and does not call the attention functions of "
@@ -309,7 +306,7 @@ def _unsupported(model: nn.Module, error: Exception) -> str:
 
 @contextmanager
 def own_precision(model: nn.Module) -> Iterator[None]:
-    """Compute in the dtype of the weights inside the context, even under autocast and if a trainer wrapped the forward
+    """Compute in the dtype of the weights inside the context. Autocast is disabled, even if a trainer wrapped the forward
     method in autocast.
     """
     wrapped = [
@@ -326,8 +323,9 @@ def own_precision(model: nn.Module) -> Iterator[None]:
 
 
 def logp_gaps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """Return the absolute differences between the log-probs of rollouts and the log-probs of the model's own forward
-    pass. The result has one tensor ``(T,)`` per rollout.
+    """Return the absolute differences between the log-probs of rollouts and those of the model's own forward pass.
+
+    The result has one tensor ``(T,)`` per rollout.
     """
     truth = _true_logps(model, rollouts)
     return [(t.cpu() - torch.tensor(r.logp)).abs() for t, r in zip(truth, rollouts, strict=True)]
@@ -348,7 +346,7 @@ def _compare(model: nn.Module) -> str | None:
     inner: Any = causal_lm(model)
     share, encoder = TOLERANCE.get(coarsest_dtype(inner), 0.05), picture_encoder(inner)
     vocabulary = inner.config.get_text_config().vocab_size
-    # These prompts have no images, so tokens that stand for images must not be sampled.
+    # These prompts have no images, so tokens that represent images must not be sampled.
     never = encoder.processor.never(vocabulary) if encoder is not None else []
     sampling = Sampling(max_new_tokens=6, seed=0, logit_bias=tuple((token, -math.inf) for token in never))
     for longest, context in probe_cases(model):

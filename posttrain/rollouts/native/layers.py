@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 SOURCE = Path(__file__).with_name("layer.c")
-# The compiler may reorder sums only where the source code allows it (`omp simd reduction`). -ffast-math is not used, because it
-# would not handle NaN correctly.
+# The compiler may reorder sums only where the source code allows it (`omp simd reduction`). -ffast-math is not used, because
+# it would not handle NaN correctly.
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
-LIMIT = 60  # Maximum number of seconds for which the compiler may run. It usually needs one second.
+LIMIT = 60  # Maximum number of seconds of a compiler run, which usually takes one second.
 LONG, FLOAT, ADDRESS, INT = ctypes.c_long, ctypes.c_float, ctypes.c_void_p, ctypes.c_int
 
 
 class Step(ctypes.Structure):
-    """``struct step`` of `layer.c`: data of a decoding step that is the same for all layers."""
+    """``struct step`` of `layer.c`: data of a decoding step that is equal for all layers."""
 
     _fields_ = [
         *((name, LONG) for name in ("heads", "kv", "common", "longest", "window", "chunks")),
@@ -71,8 +71,8 @@ SIGNATURES = {
 
 @functools.cache
 def compiled(size: int) -> ctypes.CDLL | None:
-    """Return the compiled library for head size ``size``. The library is compiled at its first use and then cached.
-    Return None if this fails.
+    """Return the compiled library for head size ``size``, or None if the compilation fails. The library is compiled at its
+    first use and then cached.
     """
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if compiler is None or not sys.platform.startswith("linux"):
@@ -96,8 +96,8 @@ def compiled(size: int) -> ctypes.CDLL | None:
 
 
 def build(command: list[str], path: Path) -> None:
-    """Compile into a temporary folder, then move the result to ``path`` atomically, because other processes may compile
-    at the same time.
+    """Compile into a temporary folder, then move the library to ``path`` atomically. Other processes may compile it at the
+    same time.
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as beside:
         library = Path(beside) / path.name
@@ -108,14 +108,14 @@ def build(command: list[str], path: Path) -> None:
 
 def folder() -> Path:
     """Return this user's cache folder for compiled libraries."""
-    # If there is no home directory, use a folder named "~", as huggingface_hub does. `Path.home` would raise an error.
+    # Without a home directory, use a folder named "~", as huggingface_hub does. `Path.home` would raise an error.
     base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "posttrain", "compiled")
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
     return base
 
 
 def fingerprint(command: list[str]) -> str:
-    """Hash everything on which the compiled library depends: the source code, the command, and the CPU."""
+    """Return a hash of all inputs of the compilation: the source code, the command, and the CPU."""
     try:
         machine = next(
             line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat"))
@@ -128,20 +128,21 @@ def fingerprint(command: list[str]) -> str:
 
 Products = Literal["exact", "bfloat16"]
 
-# Maximum number of rows for which weight @ rows.T is computed instead of F.linear. The product reads the larger operand once
-# and repacks only the smaller one. Measured in float32 with 2 threads, for all 210 weights of SmolLM2-135M: with 16 rows,
-# F.linear takes 62.7 ms and weight @ rows.T 44 ms. With 32 rows: 91 ms and 61 ms. With 64 rows or more, both take the same time.
+# Maximum number of rows for which weight @ rows.T is computed instead of F.linear. This product reads the larger operand
+# once and repacks only the smaller one. Measured in float32 with 2 threads, for all 210 weights of SmolLM2-135M: with 16
+# rows, F.linear takes 62.7 ms and weight @ rows.T takes 44 ms. With 32 rows, they take 91 ms and 61 ms. With 64 rows or
+# more, both take the same time.
 MOST_ROWS = 64
-# Number of rows for which oneDNN chooses the layout of a packed weight. A packed weight works with any number of rows.
+# Number of rows for which oneDNN optimizes the layout of a packed weight. A packed weight supports any number of rows.
 ROWS_HINT = 16
-# Times of products with 1, 16, 64 and 1024 rows, in milliseconds with one thread, for 88M parameters: F.linear takes 41, 70,
-# 161 and 2365; packed float32 28, 39, 118 and 1734; packed bfloat16 18, 26, 63 and 899. Packing takes 207 ms, or 114 ms if
-# weights are rounded to bfloat16. With 2 threads, a decoding step of 8 rows takes 61 ms without packed weights and 37 ms with
-# them.
-PACK_FROM = 8  # If weights are not packed at the start of a call, they are packed after this number of decoding steps.
-# Weights are packed at the start of a call that requests at least this number of decoding steps.
+# Times of products with 1, 16, 64 and 1024 rows, in milliseconds with one thread, for 88M parameters. F.linear: 41, 70, 161
+# and 2365. Packed float32: 28, 39, 118 and 1734. Packed bfloat16: 18, 26, 63 and 899. Packing takes 207 ms, or 114 ms if
+# weights are rounded to bfloat16. With 2 threads, a decoding step of 8 rows takes 61 ms without packed weights and 37 ms
+# with packed weights.
+PACK_FROM = 8  # Decoding step at which weights are packed, if they were not packed at the start of the call.
+# Minimum number of requested decoding steps for packing the weights at the start of a call.
 PACK_STEPS = 16
-# Weights are packed at the start of a call that requests at least this number of tokens, including prompts.
+# Minimum number of requested tokens, including prompts, for packing the weights at the start of a call.
 PACK_TOKENS = 1024
 PACK_SHARE = 4  # Packed copies of the weights may use up to 1 / PACK_SHARE of the free memory.
 
@@ -150,12 +151,12 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     """Compute ``x @ weight.T + bias`` as ``(weight @ x.T).T``, which is faster for few rows.
 
     Args:
-        x: ``(..., K)`` with few rows.
-        weight: ``(N, K)``.
-        bias: ``(N,)``.
+        x: Input ``(..., K)`` with few rows.
+        weight: Weight ``(N, K)``.
+        bias: Bias ``(N,)``, or None.
 
     Returns:
-        ``(..., N)``, a contiguous tensor.
+        A contiguous tensor ``(..., N)``.
     """
     rows = x.reshape(-1, x.shape[-1])
     out = torch.mm(weight, rows.t()).t().contiguous().view(*x.shape[:-1], weight.shape[0])
@@ -163,18 +164,18 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 class Packed:
-    """Copies of the weights of linear layers in oneDNN's blocked layout, with which products with few rows are faster.
+    """Copies of linear layers' weights in oneDNN's blocked layout, which makes products with few rows faster.
 
-    The weights themselves are not changed. `pack` creates the copies, which exist as long as this object. After a
-    change of the weights, `pack` must be called again.
+    The weights themselves are not changed. `pack` creates the copies, which exist as long as this object. Call `pack` again
+    after a change of the weights.
 
     Args:
-        bfloat16: Whether copies and inputs are rounded to bfloat16. Sums are computed in float32. The output layer is
-            not rounded, because its rounding error would directly change the log-probs.
+        bfloat16: Whether copies and inputs are rounded to bfloat16. Sums are computed in float32. The output layer is not
+            rounded, because rounding would directly change the log-probs.
 
     Attributes:
         layers: Layers whose weights are packed.
-        together: Groups of layers with the same input. The weights of a group are packed as one matrix.
+        together: Groups of layers with the same input. The weights of a group are packed as a single matrix.
         weights: Packed copies, by group of layers.
     """
 
@@ -186,7 +187,7 @@ class Packed:
         self.biases: dict[tuple[nn.Linear, ...], Tensor] = {}
 
     def pack(self, head: nn.Module | None = None) -> None:
-        """Copy the current weights of ``layers``."""
+        """Create packed copies of the current weights of ``layers``. The weight of ``head`` is never rounded."""
         self.weights.clear()
         self.biases.clear()
         joined = {layer for group in self.together for layer in group}
@@ -205,8 +206,8 @@ class Packed:
                     self.biases[group] = side_by_side(list(some))
 
     def product(self, group: tuple[nn.Linear, ...], x: Tensor) -> Tensor:
-        """Compute the concatenated outputs of a group of layers for ``x (n, K)``. If the group has no packed copy, the
-        weights themselves are used.
+        """Compute the concatenated outputs of a group of layers for ``x (n, K)``. If the group has no packed copy, use its
+        original weights.
         """
         weight, bias = self.weights.get(group), self.biases.get(group)
         if weight is None:
@@ -217,7 +218,7 @@ class Packed:
 
 
 def plain_product(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Compute ``layer(x)`` with the unpacked weight, by the product that is faster for this number of rows."""
+    """Compute ``layer(x)`` with the unpacked weight. Select the product that is faster for this number of rows."""
     if 1 < x.numel() // x.shape[-1] <= MOST_ROWS and x.dtype == layer.weight.dtype == torch.float32:
         return few_rows_product(x, layer.weight, layer.bias)
     return F.linear(x, layer.weight, layer.bias)
@@ -236,7 +237,7 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
-    """Return the plain linear layers on a CPU whose forward method was not replaced."""
+    """Return the plain linear layers on a CPU, without layers whose forward method was replaced."""
     return [
         module
         for module in model.modules()
@@ -245,18 +246,18 @@ def linear_layers(model: nn.Module) -> list[nn.Linear]:
 
 
 def pack_bytes(model: nn.Module) -> int:
-    """Return the number of bytes that exact copies of the weights need."""
+    """Return the number of bytes of exact packed copies of the weights."""
     return sum(layer.weight.nbytes for layer in linear_layers(model))
 
 
 def worth_packing(model: nn.Module) -> bool:
-    """Return whether exact copies are supported and fit into the allowed share of the free memory."""
+    """Return whether exact packed copies are supported and fit into the allowed fraction of the free memory."""
     return HAS_ONEDNN and pack_bytes(model) * PACK_SHARE <= psutil.virtual_memory().available
 
 
 def _forward(layer: nn.Linear, packed: Packed | None, x: Tensor) -> Tensor:
-    # Do not use a packed copy here. With ``target_parameters``, peft replaces a layer's weight and changes its class during the
-    # forward pass, and the packed copy does not contain the adapter.
+    # Do not use a packed copy here. With ``target_parameters``, peft replaces a layer's weight and changes its class during
+    # the forward pass. The packed copy does not contain the adapter.
     if torch.is_autocast_enabled("cpu") or type(layer) is not nn.Linear:
         return F.linear(x, layer.weight, layer.bias)
     if packed is not None and (layer,) in packed.weights:
@@ -266,7 +267,7 @@ def _forward(layer: nn.Linear, packed: Packed | None, x: Tensor) -> Tensor:
 
 @contextmanager
 def quick_products(model: nn.Module, packed: Packed | None = None) -> Iterator[None]:
-    """Use the faster products in plain linear layers on a CPU inside the context. All other layers are not changed."""
+    """Use faster products in plain linear layers on a CPU inside the context. All other layers are unchanged."""
     layers: list[Any] = linear_layers(model)
     if packed is not None:
         packed.layers = layers
@@ -282,27 +283,27 @@ def quick_products(model: nn.Module, packed: Packed | None = None) -> Iterator[N
 # Decoder layers that consist of RMS norm, rotary embedding, attention, RMS norm and SwiGLU, with two residual connections.
 # Qwen3 also normalizes queries and keys.
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-# Maximum number of rows per chunk. One thread processes a chunk and reads the keys of its prompt only once.
+# Maximum number of rows per chunk. One thread processes a chunk, and reads the keys of the chunk's prompt only once.
 CHUNK = 8
-# Minimum number of chunks per thread. If there would be fewer chunks, the chunk size is halved.
+# Minimum number of chunks per thread. The chunk size is halved until there are enough chunks.
 ITEMS = 2
 
 
 @dataclass(slots=True)
 class Plan:
-    """Assignment of rows to prompts and chunks. A plan is valid until a row is added or removed.
+    """Assignment of rows to prompts and chunks. It is valid until a row is added or removed.
 
     Attributes:
-        groups: Groups for which the plan was made.
-        seen: First tensor of each group's cache. If a group later has another tensor object, its cache was reallocated.
-        order: ``(n,)`` row indices, sorted by prompt. All rows of a chunk have the same prompt.
-        begins: ``(chunks + 1,)`` start of each chunk in ``order``.
+        groups: Groups for which the plan was created.
+        seen: First tensor of each group's cache. If a group has another tensor object later, its cache was reallocated.
+        order: Row indices ``(n,)``, sorted by prompt. All rows of a chunk have the same prompt.
+        begins: Start of each chunk in ``order``, ``(chunks + 1,)``.
         most: Number of rows of the longest chunk.
-        place: ``(n, 3)``. For each row: the block with its prompt, the offset of the prompt in this block, and the
-            stride between heads.
+        place: Location of each row's prompt, ``(n, 3)``: the block that contains the prompt, the prompt's offset in this
+            block, and the stride between heads.
         blocks: Memory addresses of the groups' keys and values, by layer.
-        scratch: Temporary memory of all threads for scores and queries.
-        step: Data of the running step. The first layer creates it.
+        scratch: Temporary memory of all threads, for scores and queries.
+        step: Data of the current decoding step, created by the first layer.
         lengths: Suffix lengths for which ``step`` was created.
     """
 
@@ -319,7 +320,7 @@ class Plan:
 
     @classmethod
     def of(cls, groups: list[Group], kv: int, threads: int) -> Plan:
-        """Create a plan: group rows by prompt and split them into chunks."""
+        """Create a plan: group the rows by prompt, and split each group into chunks."""
         by_prompt = [rows for group in groups for rows in rows_by_prompt(group)]
         size = CHUNK
         while size > 1 and kv * sum(-(-len(rows) // size) for rows in by_prompt) < ITEMS * threads:
@@ -331,11 +332,11 @@ class Plan:
         return cls(groups, seen, order, begins, max(map(len, chunks)), places(groups, len(order)))
 
     def holds(self, groups: list[Group]) -> bool:
-        """Return whether the plan was made for these groups and their caches were not reallocated since."""
+        """Return whether the plan was created for these groups, and their caches have not been reallocated since."""
         return self.groups is groups and all(first_of(g) is seen for g, seen in zip(groups, self.seen, strict=True))
 
     def blocks_of(self, layer: int) -> Any:
-        """Return the memory addresses of a layer's keys and values in each block."""
+        """Return the address of an array with the memory addresses of a layer's keys and values in each block."""
         if layer not in self.blocks:
             pairs = [in_order(group.block, layer) for group in self.groups]
             addresses = [memory.data_ptr() for pair in pairs for memory in pair]
@@ -344,12 +345,12 @@ class Plan:
 
 
 def first_of(group: Group) -> Tensor:
-    """Return the keys of the first layer in a block."""
+    """Return the keys of the first layer in a group's block."""
     return next(iter(group.block.keys.values()))
 
 
 def places(groups: list[Group], n: int) -> Tensor:
-    """Compute the field ``place`` of `Plan`. All layers have the same value, because their caches have the same shape."""
+    """Compute the field ``place`` of `Plan`. It is equal for all layers, because their caches have the same shape."""
     table = torch.empty(n, 3, dtype=torch.long)
     for number, group in enumerate(groups):
         _, heads, width, size = first_of(group).shape
@@ -360,7 +361,7 @@ def places(groups: list[Group], n: int) -> Tensor:
 
 
 def rows_by_prompt(group: Group) -> list[list[int]]:
-    """Group the generating rows by prompt."""
+    """Return the generating rows of a group, as one list per prompt."""
     by_prompt: dict[int, list[int]] = {}
     for row, place in zip(group.rows.tolist(), group.place.tolist(), strict=True):
         by_prompt.setdefault(place // group.grid.shape[1], []).append(row)
@@ -368,17 +369,17 @@ def rows_by_prompt(group: Group) -> list[list[int]]:
 
 
 def in_order(block: Block, layer: int) -> tuple[Tensor, Tensor]:
-    """Return a layer's keys and values as contiguous tensors."""
+    """Return a layer's keys and values as contiguous tensors, and store them in the block."""
     for memory in (block.keys, block.values):
         memory[layer] = memory[layer].contiguous()
     return block.keys[layer], block.values[layer]
 
 
 class Layer:
-    """A decoder layer that is computed by a few calls of functions in the compiled library.
+    """Decoder layer that is computed by a few functions of the compiled library.
 
     Args:
-        layer: A layer of one of `KINDS`.
+        layer: Decoder layer of one of the classes in `KINDS`.
         packed: Packed copies of the weights. Layers with the same input are packed as one matrix.
     """
 
@@ -388,7 +389,7 @@ class Layer:
         self.index, self.size, self.scale = attention.layer_idx, attention.head_dim, attention.scaling
         self.heads = attention.q_proj.out_features // self.size
         self.kv = attention.k_proj.out_features // self.size
-        # Llama's attention does not use a sliding window, even if its config has one.
+        # Llama's attention does not use a sliding window, even if the config has one.
         config = None if type(layer).__name__ == "LlamaDecoderLayer" else attention.config
         self.window = getattr(attention, "sliding_window", sliding_window(config))
         self.norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
@@ -399,7 +400,7 @@ class Layer:
         self.functions = functions
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any) -> Tensor:
-        """Compute the layer. Input and output are ``(B, t, H)``."""
+        """Compute the layer. Input and output have the shape ``(B, t, H)``."""
         layer, threads = self.layer, torch.get_num_threads()
         residual = hidden_states.reshape(-1, hidden_states.shape[-1])
         qkv = self.packed.product(self.inputs, self.normalised(residual, None, layer.input_layernorm, threads))
@@ -416,7 +417,7 @@ class Layer:
         return self.packed.product((layer.mlp.down_proj,), gated).add_(x).view(hidden_states.shape)
 
     def normalised(self, x: Tensor, added: Tensor | None, norm: Any, threads: int) -> Tensor:
-        """Compute the norm of ``x + added``. x is overwritten with the sum."""
+        """Compute the norm of ``x + added``. The tensor x is overwritten with the sum."""
         out = torch.empty_like(x)
         more = None if added is None else added.data_ptr()
         pointers = x.data_ptr(), more, norm.weight.data_ptr(), out.data_ptr()
@@ -432,14 +433,14 @@ class Layer:
         self.functions.rotate(*pointers, len(qkv), self.heads, self.kv, epsilon, threads)
 
     def filled(self, qkv: Tensor, store: Store, width: int) -> Tensor:
-        """Compute attention of a prefill pass with torch's functions."""
+        """Compute the attention of a prefill pass with torch's functions."""
         parts = qkv.view(-1, width, self.heads + 2 * self.kv, self.size).transpose(1, 2)
         query, key, value = parts.split([self.heads, self.kv, self.kv], 1)
         rule = Rule(self.scale, window=self.window)
         return store.attend(self.index, query, key, value, rule).reshape(len(qkv), -1)
 
     def attended(self, qkv: Tensor, store: Store, threads: int) -> Tensor:
-        """Compute attention of a decoding step with the compiled function, and store the new keys and values."""
+        """Compute the attention of a decoding step with the compiled function. Also store the new keys and values."""
         n = len(qkv)
         sample = qkv.view(n, -1, 1, self.size)[:, : self.kv]
         store.make_room(self.index, sample, sample, blank=False)
@@ -457,7 +458,7 @@ class Layer:
         return out
 
     def step(self, plan: Plan, store: Store, threads: int) -> tuple[Step, int]:
-        """Return the data of this decoding step, and the number of temporary elements per thread."""
+        """Return the data of this decoding step, and the number of temporary elements that each thread needs."""
         longest = store.shared + store.width + store.longest + 1
         each = plan.most * self.heads // self.kv * (longest + 2 * self.size)
         if plan.lengths is not store.lengths or plan.step is None:
@@ -472,8 +473,8 @@ class Layer:
 
 
 def fusable(layer: nn.Module) -> bool:
-    """Return whether `Layer` supports this layer: it has one of the known classes, was not changed, and is in float32
-    on a CPU.
+    """Return whether `Layer` supports a decoder layer. The layer must have one of the known classes, be unmodified, and be
+    in float32 on a CPU.
     """
     kind = type(layer)
     if kind.__name__ not in KINDS or not kind.__module__.startswith("transformers.models."):
@@ -504,13 +505,12 @@ def fused_layers(model: nn.Module, packed: Packed) -> Iterator[None]:
             del layer.forward
 
 
-# File of cgroup v2 (Linux) with the CPU quota. It contains "quota period" in microseconds, or "max period" if there is no
-# quota.
+# File of cgroup v2 (Linux) with the CPU quota. It contains "quota period" in microseconds, or "max period" without a quota.
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def processors(quota: Path = QUOTA) -> int:
-    """Return the number of processors that this process may use, from its CPU affinity and the quota of its container."""
+    """Return the number of processors that this process may use. It depends on the CPU affinity and the container's quota."""
     allowed = usable_processors()
     try:
         most, period = quota.read_text().split()
@@ -521,7 +521,7 @@ def processors(quota: Path = QUOTA) -> int:
 
 @contextmanager
 def bound_threads() -> Iterator[None]:
-    """Limit the number of torch's threads to the number of processors inside the context. Restore it on exit."""
+    """Limit the number of torch's threads to the number of processors inside the context. Restore the number on exit."""
     before = torch.get_num_threads()
     wanted = min(before, processors())
     if wanted != before:

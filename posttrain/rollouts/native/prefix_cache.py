@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
 Layers = dict[int, tuple[Tensor, Tensor]]
-# A cached prefix: its number of tokens, their keys and values, and the recurrent states after its last token.
+# Cached prefix: its number of tokens, the keys and values of its tokens, and the recurrent states after its last token.
 Known = tuple[int, list[Layers], list[Tensor]]
-# Number of elements of each parameter that are compared to detect changes that autograd does not count.
+# Number of elements of each parameter that are compared. The comparison detects changes that autograd does not count.
 SAMPLES = 64
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A node of the radix tree. A node contains tokens that follow those of its parent, with their keys and values.
+    """Node of the radix tree. It contains tokens that follow those of its parent, with their keys and values.
 
     Attributes:
-        tokens: Token ids of this node. Only the root has none.
-        layers: Keys and values ``(1, KV heads, len(tokens), head size)`` by layer.
-        states: ``(1, ...)`` states of recurrent layers after the last token. Empty: the states at this position are not
+        tokens: Token ids of this node. Only the root has no tokens.
+        layers: Keys and values by layer, each with the shape ``(1, KV heads, len(tokens), head size)``.
+        states: States ``(1, ...)`` of recurrent layers after the last token. Empty: the states at this position are not
             cached.
         children: Child nodes by their first token.
-        used: Number of the call in which the node was last used.
+        used: Number of the call in which the node was used last.
     """
 
     tokens: list[int]
@@ -59,15 +59,14 @@ def _bytes(tensors: list[Tensor]) -> int:
 class PrefixCache:
     """Radix tree of cached sequences, with a maximum size in bytes. The least recently used nodes are removed first.
 
-    A sequence is found by its first tokens. For example, the second turn of an episode begins with the whole first
-    turn, and all prompts of a task may begin with the same system prompt. Reuse is exact: equal tokens at equal
-    positions have equal keys and values, as long as the weights are equal. After a change of the weights, the caller
-    must call `clear`.
+    A sequence is found by its first tokens. For example, the second turn of an episode begins with the whole first turn, and
+    all prompts of a task may begin with the same system prompt. Reuse is exact as long as the weights do not change: equal
+    tokens at equal positions then have equal keys and values. After a change of the weights, the caller must call `clear`.
 
     Args:
         most_bytes: Maximum memory in bytes.
-        stateful: Whether the model has recurrent layers. A sequence can then only be continued from positions whose
-            recurrent states are cached.
+        stateful: Whether the model has recurrent layers. If so, a sequence can only be continued from positions with cached
+            recurrent states.
     """
 
     def __init__(self, most_bytes: int, *, stateful: bool = False) -> None:
@@ -84,8 +83,8 @@ class PrefixCache:
         """Return the longest cached prefix of ``tokens``, up to ``most`` tokens.
 
         Returns:
-            The length of the prefix, its keys and values as pieces in order, and the states of recurrent layers after
-            it. The tensors are views of the cache, so copy them before changing them.
+            The length of the prefix, its keys and values as pieces in order, and the states of recurrent layers after the
+            prefix. The tensors are views of the cache. Copy a tensor before you change it.
         """
         self.clock += 1
         layers: list[Layers] = []
@@ -102,9 +101,10 @@ class PrefixCache:
         """Cache the part of a sequence that is not cached yet.
 
         Args:
-            tokens: Tokens from the first position on.
-            layers: Pieces of keys and values in order, with ``len(tokens)`` positions in total. They are copied.
-            states: States of recurrent layers after the last token. They are not copied. Empty: the model has none.
+            tokens: All tokens of the sequence.
+            layers: Pieces of keys and values in order, with ``len(tokens)`` positions in total. The pieces are copied.
+            states: States of recurrent layers after the last token. They are not copied. Empty: the model has no recurrent
+                layers.
         """
         self.clock += 1
         node, length = self.root, 0
@@ -127,7 +127,7 @@ class PrefixCache:
         self._shrink()
 
     def _walk(self, tokens: Sequence[int]) -> Iterator[tuple[Node, int]]:
-        """Yield the nodes along ``tokens``, each with its number of matching tokens. Only the last node may match partly."""
+        """Yield the nodes along ``tokens``, each with its number of matching tokens. Only the last node may match partially."""
         node, at = self.root, 0
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             matched = match(child.tokens, tokens[at : at + len(child.tokens)])
@@ -137,7 +137,7 @@ class PrefixCache:
             node, at = child, at + matched
 
     def _split(self, node: Node, at: int) -> Node:
-        """Split a node into two nodes and return the first. The tensors are copied, so that the memory of each node can
+        """Split a node into two nodes, and return the first one. The tensors are copied, so that the memory of each node can
         be freed separately.
         """
         assert node.parent is not None
@@ -198,7 +198,7 @@ def without(pieces: Sequence[Layers], skip: int) -> list[Layers]:
 
 
 def _joined(pieces: Sequence[Layers], skip: int) -> Layers:
-    """Concatenate pieces as a copy, without their first ``skip`` positions."""
+    """Concatenate pieces without their first ``skip`` positions, as a copy."""
     rest = without(pieces, skip)
     if len(rest) == 1:
         return _copied(rest[0])
@@ -208,8 +208,8 @@ def _joined(pieces: Sequence[Layers], skip: int) -> Layers:
 def fingerprint(model: nn.Module) -> tuple:
     """Return a value that changes when weights or active adapters change.
 
-    Autograd counts writes to a tensor, but not writes through ``.data`` or by other kernels. Therefore, some elements
-    of each parameter are compared too.
+    Autograd counts writes to a tensor, but not writes through ``.data`` or by other kernels. Therefore, some elements of
+    each parameter are part of the value.
     """
     written, samples = [], []
     for parameter in model.parameters():
@@ -224,27 +224,26 @@ def fingerprint(model: nn.Module) -> tuple:
     return (tuple(written), tuple(torch.stack(samples).tolist()) if samples else (), tuple(adapters))
 
 
-# Minimum number of tokens of a common prefix for which a separate prefill pass saves time. A pass reads all weights, which
-# takes about as long as computing this number of tokens.
+# Minimum length of a common prefix, in tokens, for a separate prefill pass. A pass reads all weights, which takes about as
+# long as computing this number of tokens.
 STEM_LEAST = 32
-# Index of a `Prompt` object that is a common prefix of several prompts and not itself a prompt of the call.
+# Index of a `Prompt` object that is a common prefix of several prompts, and not a prompt of the call.
 STEM = -1
 
 
 @dataclass(slots=True, eq=False)
 class PrefillBatch:
-    """Prompts whose keys and values are being computed together into one block, possibly in several passes.
+    """Prompts that are prefilled together into one block, possibly in several passes.
 
     Attributes:
         prompts: Prompts in batch order, or one common prefix with the index `STEM`.
-        ids: ``(P, width)`` tokens whose keys and values are computed, right-padded.
-        block: Block in which the keys and values are stored.
-        known: ``(P,)`` number of tokens of each prompt in the block that came from the cache, without the common prefix
-            of all prompts.
-        room: Number of columns of the block that hold tokens from the cache.
-        uneven: Whether the prompts have different numbers of tokens from the cache.
+        ids: Tokens ``(P, width)`` whose keys and values are computed, right-padded.
+        block: Block that stores the keys and values.
+        known: Number of cached tokens of each prompt, ``(P,)``. The common prefix of all prompts is not counted.
+        room: Number of columns of the block for cached tokens.
+        uneven: Whether the prompts have different numbers of cached tokens.
         new: Number of tokens of each prompt that are computed.
-        done: Number of columns of ``ids`` that have been computed so far.
+        done: Number of columns of ``ids`` that have been computed.
     """
 
     prompts: list[Prompt]
@@ -263,11 +262,10 @@ class Prefiller:
     Args:
         engine: Engine with the model.
         store: KV cache of the call.
-        prompts: Distinct prompts of the call. The tokens of these prompts do not include the common prefix of all
-            prompts.
+        prompts: Distinct prompts of the call. Their tokens do not include the common prefix of all prompts.
         shared: Common prefix of all prompts.
-        kept: Cache in which known prefixes are found.
-        keeping: Whether the computed keys and values are added to ``kept``.
+        kept: Cache that is searched for prefixes of the prompts.
+        keeping: Whether computed keys and values are added to ``kept``.
     """
 
     def __init__(
@@ -307,12 +305,12 @@ class Prefiller:
             self.kept.add(self.shared, [_of(block)], block.states_of(0))
 
     def ready(self, prompt: Prompt) -> bool:
-        """Return whether the whole prompt has been computed, so that its completions can begin."""
+        """Return whether a prompt has been computed completely, so that its completions can start."""
         return prompt.block is not None and (self.work is None or prompt not in self.work.prompts)
 
     def step(self, wanted: Prompt, free: int) -> None:
-        """Run one prefill pass for this prompt. Following prompts are included if they fit into the pass and into
-        ``free`` rows.
+        """Run one prefill pass for the prompt ``wanted``. Further prompts are included if they fit into the pass, and if
+        their completions fit into ``free`` rows.
         """
         if self.work is None:
             self.work = self._stem(wanted) or self._gather(wanted, free)
@@ -333,14 +331,14 @@ class Prefiller:
             self._finish(work, fill.states, work.done - piece.shape[1])
 
     def _seen(self, work: PrefillBatch) -> PassInputs | None:
-        """Return the image inputs of the pass. Either all prompts of a pass have images, or none."""
+        """Return the image inputs of the pass. Either all prompts of a pass have images, or no prompt has images."""
         if not work.prompts[0].pictures:
             return None
         lengths, pictures = work.block.lengths.tolist(), [prompt.pictures for prompt in work.prompts]
         return plugins.module("extensions.images.encoder").prompt_view(self.engine.model, work.ids, lengths, pictures)
 
     def _finish(self, work: PrefillBatch, hidden: Tensor, before: int) -> None:
-        """Finish a prefill: remove gaps in the block, store the logits of the first sampled tokens, and add prefixes to
+        """Finish a prefill: remove gaps in the block, compute the logits of the first sampled tokens, and add prefixes to
         the cache.
         """
         if work.uneven:
@@ -356,7 +354,7 @@ class Prefiller:
                 self.kept.add(self.shared + prompt.ids, self.layers_of(prompt), work.block.states_of(prompt.index))
 
     def layers_of(self, prompt: Prompt) -> list[Layers]:
-        """Return the keys and values of the whole prompt, as a list of pieces in order."""
+        """Return the keys and values of a whole prompt, as a list of pieces in order."""
         assert prompt.block is not None
         own = prompt.block.row(prompt.index, len(prompt.ids))
         return [own] if self.store.common is None else [_of(self.store.common), own]
@@ -375,9 +373,8 @@ class Prefiller:
     ) -> Fill:
         """Run one forward pass over ``ids (P, width)``. The first token of row p has position ``begin[p]``.
 
-        Recurrent layers continue from ``states``, process ``lengths[p]`` tokens of row p, and update the states in
-        place. ``known (P,)`` is the number of valid columns among the first ``room`` columns. None: all of these
-        columns are valid.
+        Recurrent layers start from ``states``, process ``lengths[p]`` tokens of row p, and update the states in place.
+        ``known (P,)`` is the number of valid columns among the first ``room`` columns. None: all of these columns are valid.
         """
         positions = begin[:, None] + torch.arange(ids.shape[1], device=self.device)
         inputs: dict[str, Any] = {}
@@ -401,8 +398,8 @@ class Prefiller:
     # Cached prefixes -------------------------------------------------------------------------------------------------
 
     def _known(self, prompt: Prompt) -> Known:
-        """Return the cached part of this prompt after the common prefix of all prompts. At least one token remains to
-        be computed.
+        """Return the cached part of a prompt after the common prefix of all prompts. At least one token is left to be
+        computed.
         """
         common = [] if self.store.common is None else self.store.common.states
         if not self.kept.bytes or prompt.pictures:
@@ -412,8 +409,8 @@ class Prefiller:
         return (known - first, without(layers, first), states) if known > first else (0, [], common)
 
     def _stem(self, wanted: Prompt) -> PrefillBatch | None:
-        """Create a prefill of the prefix that this prompt has in common with another prompt. Return None if the prefix
-        is too short to be worth a separate pass.
+        """Create a prefill of the prefix that a prompt shares with another prompt. Return None if the prefix is too short
+        for a separate pass.
         """
         shares, wanted.shares = wanted.shares, 0
         if shares < STEM_LEAST:
@@ -432,7 +429,7 @@ class Prefiller:
                 prompt.shares = 0
 
     def _gather(self, wanted: Prompt, free: int) -> PrefillBatch:
-        """Select this prompt and as many of the following prompts as fit into one pass."""
+        """Select the prompt ``wanted``, and as many of the following prompts as fit into the same pass."""
         chosen, prefixes = [wanted], [self._known(wanted)]
         width, rows = len(wanted.ids) - prefixes[0][0], wanted.waiting
         for prompt in itertools.islice(self.prompts, wanted.index + 1, None):
@@ -491,7 +488,7 @@ def _fill_rows(block: Block, rows: list[list[Layers]], room: int) -> None:
 
 
 def mark_stems(prompts: list[Prompt]) -> None:
-    """Store in each prompt the length of the longest prefix that it has in common with another prompt."""
+    """Store in each prompt the length of the longest prefix that it shares with another prompt."""
     order = sorted((p for p in prompts if not p.pictures), key=lambda p: p.ids)
     for a, b in itertools.pairwise(order):
         shared = min(match(a.ids, b.ids), len(a.ids) - 1, len(b.ids) - 1)

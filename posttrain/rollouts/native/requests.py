@@ -12,7 +12,7 @@ from posttrain.types import Request, Sampling
 
 
 def check_top_k(top_k: int, vocabulary: int | None) -> None:
-    """Reject a ``top_k`` above the vocabulary size.
+    """Raise an error if ``top_k`` is above the vocabulary size.
 
     Raises:
         ConfigError: ``top_k`` is above the size of the vocabulary.
@@ -32,14 +32,14 @@ def check_requests(
     *,
     placeholder: int | None = None,
 ) -> None:
-    """Reject requests that no engine can serve. The sampling settings of a request, if it has any, replace those of the
-    call.
+    """Raise an error for requests that no engine can serve. If a request has its own sampling settings, they override the
+    call's settings.
 
     Args:
         requests: Requests of the call.
         sampling: Sampling settings of the call.
         context: Maximum number of tokens of prompt and completion. None: unknown.
-        vocabulary: Size of the vocabulary; None: unknown.
+        vocabulary: Size of the vocabulary. None: unknown.
         placeholder: Token id that image features replace. None: the engine supports only text.
 
     Raises:
@@ -87,7 +87,7 @@ def check_requests(
 
 
 def check_rope(requests: Sequence[Request], sampling: Sampling, model: nn.Module, engine: str) -> None:
-    """Reject requests that may exceed the length above which longrope changes the rotary frequencies of a whole pass.
+    """Raise an error for requests that may exceed the length at which longrope changes the rotary frequencies of a pass.
 
     Raises:
         RolloutError: A request may exceed this length. The message contains the request.

@@ -1,4 +1,4 @@
-"""`TokenSampler`: samples the next token of every unfinished completion, with the settings of its request."""
+"""`TokenSampler`: samples the next token of each unfinished completion with the settings of its request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Guide:
 
     @property
     def done(self) -> bool:
-        """Whether the output is complete, so that no further token is allowed."""
+        """Whether the output is complete. If so, no further token is allowed."""
         return self.matcher.is_terminated()
 
     def accept(self, token: int) -> None:
@@ -43,12 +43,12 @@ class Guide:
 
 
 class Guides:
-    """Compiles the structured outputs (guides) of requests, and masks tokens that they forbid.
+    """Compiles the structured outputs (guides) of requests, and masks the tokens that guides forbid.
 
     Args:
-        tokenizer: Tokenizer of the model. The guides need it, because they describe text and not tokens.
-        vocabulary: V, the width of the logits.
-        stop_ids: Tokens that end a completion. A guide allows them only where its text may end.
+        tokenizer: Tokenizer of the model. Guides need it, because they describe text instead of tokens.
+        vocabulary: Number of logits per position, V.
+        stop_ids: Tokens that end a completion. A guide allows these tokens only where its text may end.
 
     Raises:
         MissingDependencyError: xgrammar is not installed.
@@ -66,10 +66,11 @@ class Guides:
         self._compiled: dict[tuple[str, str], Any] = {}
 
     def start(self, guide: tuple[str, str]) -> Guide:
-        """Return the state at the beginning of a guide.
+        """Return the initial state of a guide. The guide is compiled at its first use.
 
         Raises:
-            ConfigError: The kind is unknown, the text is not a valid regex, schema or grammar, or it allows no token.
+            ConfigError: The kind of the guide is unknown, its text is not a valid regex, schema or grammar, or it allows no
+                token.
         """
         if guide not in self._compiled:
             compiled = self._compile(*guide)
@@ -92,11 +93,11 @@ class Guides:
         }[kind]
         try:
             return make(text)
-        except Exception as error:  # The compiler raises exceptions of many types for invalid guides.
+        except Exception as error:  # For invalid guides, the compiler raises exceptions of many types.
             raise ConfigError(f"Sampling.guide=({kind!r}, {text[:80]!r}...) cannot be compiled: {error}") from error
 
     def mask(self, logits: Tensor, guides: list[Guide]) -> Tensor:
-        """Set the logits of tokens that a row's guide forbids to minus infinity, in place."""
+        """Set the logits of tokens that the row's guide forbids to minus infinity, in place."""
         bitmask = self.xgrammar.allocate_token_bitmask(len(guides), self.vocabulary)
         for row, guide in enumerate(guides):
             if guide.done:
@@ -113,22 +114,21 @@ MASK = 2**63 - 1
 
 @dataclass(slots=True)
 class Prompt:
-    """A distinct prompt of the call. Several requests may share it.
+    """Distinct prompt of a call. Several requests may share it.
 
     Attributes:
         index: Index among the distinct prompts of the call.
         ids: Tokens after the common prefix of all prompts.
         waiting: Number of completions that have not started.
         live: Number of completions in progress.
-        block: Block with its keys and values, while completions need it.
-        logits: ``(V,)`` logits of the first token of completions. The logits are kept until all completions have
-            started.
-        shares: Length of the prefix that another prompt of the call shares. 0 if computing it separately would not save
-            time.
-        pictures: Images in the prompt. A prompt with images is computed in one pass, and shared only by requests with
-            the same tokens and images.
-        offset: Difference between the position and the index of tokens after the prompt. The offset is not 0 if images
-            change positions.
+        block: Block with the keys and values of the prompt, as long as completions need it. Otherwise None.
+        logits: Logits ``(V,)`` of the first token of completions. They are stored until all completions have started.
+        shares: Length of the prefix that the prompt shares with another prompt of the call. It is 0 if a separate
+            computation of the prefix would save no time.
+        pictures: Images in the prompt. A prompt with images is computed in one pass. Only requests with the same tokens and
+            images share it.
+        offset: Difference between the position and the index of tokens after the prompt. It is 0 unless images change
+            positions.
     """
 
     index: int
@@ -144,19 +144,18 @@ class Prompt:
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A request of the call that has not been completed.
+    """Request of a call that has not been completed.
 
     Attributes:
         index: Index of the request in the call.
         request: The request.
-        prompt: The prompt of the request. Other requests may share this object.
-        sampling: Its own sampling settings, or those of the call.
+        prompt: Prompt of the request. Other requests may share this object.
+        sampling: Sampling settings of the request. If it has none, they are those of the call.
         waiting: Number of completions that have not started.
-        seed: Seed of its random numbers.
-        number: Index of its first completion among all completions of the call.
-        draws: Index of its first completion among all completions of the call with the same seed.
-        kind: Settings that determine how a token is sampled. The tokens of requests with equal ``kind`` are sampled
-            together.
+        seed: Seed of the request's random numbers.
+        number: Index of the request's first completion among all completions of the call.
+        draws: Index of the request's first completion among all completions of the call with the same seed.
+        kind: Text with all settings for sampling a token. The tokens of requests with equal ``kind`` are sampled together.
     """
 
     index: int
@@ -175,7 +174,7 @@ class RunningRequest:
 
 @dataclass(slots=True)
 class Completion:
-    """A completion that has not ended. ``before`` contains the tokens that were sampled before an interruption."""
+    """Completion that has not ended. ``before`` contains the tokens that were sampled before an interruption."""
 
     number: int
     running: RunningRequest
@@ -189,11 +188,10 @@ class Completion:
 
 
 def uniforms(seed: int, number: int, count: int) -> list[float]:
-    """Return ``count`` random numbers in [0, 1), one per token, for the completion with index ``number`` and with
-    ``seed``.
+    """Return ``count`` random numbers in [0, 1), one per token, for completion ``number`` of the seed.
 
-    Seed and index are mixed with SplitMix64 (Steele et al., OOPSLA 2014), so that completions with consecutive indices
-    get unrelated numbers.
+    Seed and index are mixed with SplitMix64 (Steele et al., OOPSLA 2014). Completions with consecutive indices therefore get
+    unrelated numbers.
     """
     z = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
     z = (z ^ z >> 27) * 0x94D049BB133111EB & (2**64 - 1)
@@ -202,7 +200,7 @@ def uniforms(seed: int, number: int, count: int) -> list[float]:
 
 
 class SickRequests(RolloutError):
-    """Error if no token can be sampled for some requests. ``requests`` contains their indices in the call."""
+    """Error that is raised if no token can be sampled for some requests. ``requests`` contains their indices in the call."""
 
     def __init__(self, message: str, requests: list[int]) -> None:
         super().__init__(message)
@@ -210,12 +208,11 @@ class SickRequests(RolloutError):
 
 
 class TokenSampler:
-    """Samples tokens and detects the end of completions.
+    """Samples tokens, and detects the end of completions.
 
     Args:
-        tokenizer: Tokenizer for stop strings and structured outputs. If no request uses them, the tokenizer may be
-            None.
-        vocabulary: V, the width of the logits.
+        tokenizer: Tokenizer for stop strings and structured outputs. It may be None if no request uses them.
+        vocabulary: Number of logits per position, V.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
@@ -223,7 +220,7 @@ class TokenSampler:
         self.guides: dict[tuple[int, ...], Guides] = {}
 
     def check(self, sampling: Sampling) -> None:
-        """Reject settings that need a tokenizer if there is none, and guides that cannot be compiled. This check runs
+        """Raise an error for settings that need a missing tokenizer, and for guides that cannot be compiled. This check runs
         before any computation.
         """
         if sampling.stop_strings and self.tokenizer is None:
@@ -234,7 +231,7 @@ class TokenSampler:
             self._guides(sampling).start(sampling.guide)
 
     def begin(self, running: RunningRequest, index: int) -> Completion:
-        """Create completion ``index`` of a request. It has no tokens yet."""
+        """Create completion ``index`` of a request, without tokens."""
         sampling = running.sampling
         guide = self._guides(sampling).start(sampling.guide) if sampling.guide is not None else None
         uniform = uniforms(running.seed, running.draws + index, sampling.max_new_tokens)
@@ -267,7 +264,7 @@ class TokenSampler:
     def _draw_alike(self, logits: Tensor, completions: list[Completion]) -> Tensor:
         sampling = completions[0].running.sampling
         uniform = torch.tensor([c.uniform[len(c.tokens)] for c in completions], dtype=torch.float64)
-        # Copy without blocking, because a blocking copy would wait until the forward pass has finished.
+        # Copy without blocking. A blocking copy would wait for the end of the forward pass.
         uniform = uniform.to(logits.device, non_blocking=True)
         history = None
         if sampling.repetition_penalty != 1.0 or sampling.no_repeat_ngram:
@@ -287,7 +284,7 @@ class TokenSampler:
     def _changed(
         self, x: Tensor, sampling: Sampling, completions: list[Completion], history: list[list[int]] | None
     ) -> Tensor:
-        """Return a copy of the logits to which rules and structured outputs were applied."""
+        """Return a copy of the logits with rules and structured outputs applied."""
         x = apply_rules(x, sampling, [len(c.tokens) for c in completions], history)
         if sampling.guide is not None:
             x = self._guides(sampling).mask(x, [c.guide for c in completions if c.guide is not None])
@@ -304,7 +301,7 @@ class TokenSampler:
 
 
 def _record(drawn: SampledTokens, completions: list[Completion]) -> None:
-    """Append to each completion its sampled token and the token's log-probs."""
+    """Append the sampled token and its log-probs to each completion."""
     for completion, (token, logp, *more) in zip(completions, drawn.rows(), strict=True):
         completion.tokens.append(int(token))
         completion.logps.append(logp)

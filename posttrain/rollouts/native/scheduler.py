@@ -1,5 +1,5 @@
-"""`Run`: continuous batching. It starts completions, runs decoding steps, and finishes completions until all requests
-are done.
+"""`Run`: continuous batching. It starts completions, runs decoding steps, and finishes completions until all requests are
+completed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
 UNBOUNDED = 2**62
-# Minimum number of tokens of a common prefix that prompts share. For a shorter prefix, sharing takes more time than it saves.
+# Minimum length of a common prefix, in tokens. Sharing a shorter prefix would take more time than it saves.
 SHARED_LEAST = 16
 
 
 class Run:
-    """One call of `NativeEngine.generate`."""
+    """One call of `NativeEngine.generate`, with its requests, KV cache and unfinished completions."""
 
     def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
         self.engine, self.requests, self.sampling = engine, requests, sampling
         self.device = next(engine.model.parameters()).device
-        # Prompts with images have no common prefix here, because the placeholders of different images have the same token id.
+        # Prompts with images have no common prefix here, because placeholders of different images have the same token id.
         pictured = any(r.pictures for r in requests)
         self.shared = [] if pictured else common_beginning([list(r.prompt_ids) for r in requests])
         self.prompts: list[Prompt] = []
@@ -69,8 +69,8 @@ class Run:
         return running
 
     def _prefiller(self) -> Prefiller:
-        """Create the prefiller. The prefiller uses the engine's prefix cache if that is enabled, else a cache for this
-        call only.
+        """Create the prefiller. It uses the engine's prefix cache if this cache is enabled. Otherwise, it uses a cache for
+        this call only.
         """
         kept = self.engine.kept
         if len(self.prompts) > 1:
@@ -85,14 +85,12 @@ class Run:
         return self.so_far()
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of computed prompt tokens (including padding), of prompt tokens from the cache, and of
-        decoding steps.
-        """
+        """Return the number of computed prompt tokens (including padding), of cached prompt tokens, and of decoding steps."""
         prefiller = self.prefiller
         return {"prefilled": prefiller.computed, "reused": prefiller.reused, "steps": self.steps}
 
     def so_far(self) -> list[Rollout]:
-        """Return all completions of all requests in order. Completions that have not finished get the reason ``abort``."""
+        """Return the completions of all requests in order. Unfinished completions get the finish reason ``abort``."""
         for completion in self.live:
             self.done[completion.number] = self._rollout(completion, "abort")
         owners = itertools.chain.from_iterable([request] * request.n for request in self.requests)
@@ -102,8 +100,8 @@ class Run:
     # Admission ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        """Start completions in free rows. While other completions are generating, at most one prefill pass is run, so
-        that long prompts do not delay them.
+        """Start completions in free rows. Run at most one prefill pass while other completions are generating, so that long
+        prompts do not delay these completions.
         """
         busy, passes, started = bool(self.live), 0, False
         if not self.live:
@@ -118,19 +116,19 @@ class Run:
                 break
             passes += 1
             self.prefiller.step(running.prompt, free)
-        # Update the groups once for all new rows, because the next decoding step is the first to use them.
+        # Update the groups once for all new rows. The next decoding step is the first one that uses the groups.
         if started:
             self._regroup()
         return bool(self.live)
 
     def _next(self) -> RunningRequest | None:
-        """Return the first request that has completions left to start."""
+        """Return the first request with completions that have not started, or None."""
         while self.cursor < len(self.running) and self.running[self.cursor].waiting == 0:
             self.cursor += 1
         return self.running[self.cursor] if self.cursor < len(self.running) else None
 
     def _start(self, running: RunningRequest, count: int) -> None:
-        """Start ``count`` completions of a request: sample their first tokens and assign rows to them."""
+        """Start ``count`` completions of a request. Sample their first tokens, and assign rows to them."""
         prompt = running.prompt
         assert prompt.logits is not None
         begun = running.request.n - running.waiting
@@ -148,7 +146,7 @@ class Run:
         self._finish(first)
 
     def _enter(self, completion: Completion) -> None:
-        """Assign the next free row to a completion. The completion's last token becomes the input of the next step."""
+        """Assign the next free row to a completion. Its last token becomes the input of the next step."""
         prompt, written = completion.running.prompt, len(completion.tokens) - 1
         prompt.live += 1
         self.live.append(completion)
@@ -178,7 +176,7 @@ class Run:
         self._finish()
 
     def read_from(self, packed: Packed) -> None:
-        """Use packed copies of the weights: from the start if many tokens are requested, otherwise after a number of steps."""
+        """Use packed copies of the weights: immediately if many tokens are requested, otherwise after some decoding steps."""
         self.packed = packed
         tokens = sum(len(prompt.ids) for prompt in self.prompts)
         tokens += sum(each.request.n * each.sampling.max_new_tokens for each in self.running)
@@ -193,8 +191,8 @@ class Run:
     # Ends --------------------------------------------------------------------------------------------------------
 
     def _finish(self, first: int = 0) -> None:
-        """Finish the completions in rows from ``first`` on that have stopped or reached their maximum length, and
-        assign their rows to other completions.
+        """Finish completions that have stopped or reached their maximum length, in rows from ``first`` on. Assign their rows
+        to other completions.
         """
         ended = []
         for row, completion in enumerate(self.live[first:], first):
@@ -208,8 +206,8 @@ class Run:
             self._remove(ended)
 
     def _keep(self, completion: Completion, row: int) -> None:
-        """Add a finished completion to the prefix cache, for the next turn of its episode. The last token is not
-        included, because its keys and values were not computed.
+        """Add a finished completion to the prefix cache, for the next turn of its episode. The last token is excluded,
+        because its keys and values were not computed.
         """
         written = completion.tokens[:-1]
         if written:
@@ -231,7 +229,7 @@ class Run:
         )
 
     def _remove(self, rows: list[int]) -> None:
-        """Remove completions from their rows, and move the completions of the last rows into the free rows."""
+        """Remove completions from the given rows. Completions of the last rows move into the free rows."""
         order = list(range(len(self.live)))
         for row in reversed(rows):
             prompt = self.live[row].running.prompt
@@ -243,14 +241,14 @@ class Run:
             self.live.pop()
             order.pop()
             if prompt.live == 0 and prompt.waiting == 0:
-                prompt.block = None  # No completion needs this prompt any longer, so free its block.
+                prompt.block = None  # No completion needs the prompt any longer. Free its block.
         index = torch.tensor(order, dtype=torch.long, device=self.device)
         self.tokens, self.positions = self.tokens[index], self.positions[index]
         self.store.lengths = self.store.lengths[index]
         self._regroup()
 
     def _regroup(self) -> None:
-        """Update the groups of generating rows, and free the prompts that no completion needs any longer."""
+        """Update the groups of generating rows. Free prompts that no completion needs any longer."""
         rows: dict[int, list[int]] = {}
         blocks: dict[int, Block] = {}
         for row, completion in enumerate(self.live):
@@ -275,8 +273,8 @@ class Run:
 
 
 def common_beginning(prompts: list[list[int]]) -> list[int]:
-    """Return the common prefix of all prompts. At least one token of every prompt is not part of it. If the prefix is
-    too short, return an empty list.
+    """Return the common prefix of all prompts, without the last token of any prompt. Return an empty list if the prefix is
+    too short.
     """
     if len(prompts) < 2:
         return []
