@@ -15,15 +15,11 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import HfArgumentParser, TrainingArguments
 
 from posttrain.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from posttrain.methods.config import PostTrainingConfig
-
 
 NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
@@ -172,7 +168,7 @@ class PosttrainArgumentParser(HfArgumentParser):
                 old_names.convert_option(old[name], name, options, kept[old[name]])
         return rest + [token for key, value in given.items() for token in to_tokens(key, value)], kept
 
-    def parse_known_args(self, args: PostTrainingConfig | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse known options like argparse. If two classes have an option of the same name, only the field of the first
         class is set.
         """

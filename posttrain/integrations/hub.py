@@ -73,23 +73,23 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
     path_like = given.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     offline = any(os.environ.get(switch, "").lower() in ON for switch in SWITCHES[kind])
     hub = (
-        "and a path is not looked for on the hub"
+        "and paths are not searched on the Hub"
         if path_like
-        else f"it is not in the hub's cache ({HF_HUB_CACHE}), and offline mode keeps it from being fetched"
+        else f"it is not in the hub's cache ({HF_HUB_CACHE}), and it cannot be downloaded in offline mode"
         if offline
-        else f"it is not in the hub's cache ({HF_HUB_CACHE}), and the hub did not give it"
+        else f"it is not in the hub's cache ({HF_HUB_CACHE}), and its download from the Hub failed"
     )
     quoted = str(error).strip().splitlines()[0].rstrip(".") if error is not None and str(error).strip() else ""
-    loader = f" The loader says: {quoted}." if quoted and not path_like else ""
+    loader = f" Error of the loader: {quoted}." if quoted and not path_like else ""
     copy_of_demo = MADE / given.name
     fix = (
-        f"The demo's copy, made of 4-bit weights, is in {str(copy_of_demo)!r}: give that path, or check spelling and network."
+        f"The demo's copy, made of 4-bit weights, is in {str(copy_of_demo)!r}. Use this path, or check spelling and network."
         if kind != "dataset" and given.name and (copy_of_demo / "config.json").is_file()
         else "Check the path."
         if path_like
-        else "Check the spelling; give a folder, or fetch it once with the network on."
+        else "Check the spelling, use a folder, or download it once with network access."
         if offline
-        else "Check the spelling, the network and your access to it, or give a folder."
+        else "Check the spelling, the network and your access to it, or use a folder."
     )
     return (
         f"{kind} {name!r} was not found{_nearest(name)}: there is no folder {str(given.absolute())!r}, {hub} "

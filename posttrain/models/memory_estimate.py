@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ from posttrain.models.recurrent import table as recurrent
 from posttrain.models.recurrent.states import States
 from posttrain.models.value_head import attach_value, critic_of
 from posttrain.types import Batch
-
-if TYPE_CHECKING:
-    from posttrain.methods.config import PostTrainingConfig
 
 # Memory that the driver and libraries use in one process, in bytes. nvidia-smi shows about this value for an idle process.
 CUDA_CONTEXT = 600 * 2**20
@@ -513,7 +510,7 @@ class _Meter(TorchDispatchMode):
         shapes = [tuple(p.shape) for p in model.parameters() if p.requires_grad and p.dim() > 1]
         self.weights = {*shapes, *(shape[::-1] for shape in shapes)}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: PostTrainingConfig = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self.known:

@@ -364,11 +364,13 @@ def test_a_teacher_with_another_chat_template_is_reported(trainable, capsys):
     assert "PT-K003" in [one["code"] for one in json.loads(capsys.readouterr().out)["findings"]]
 
 
-def test_tokens_of_the_saved_model_are_checked(trainable, capsys):
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_tokens_of_the_saved_model_are_checked(trainable, capsys, method):
     """The pad token of the tiny tokenizer ends texts."""
-    assert main(["check", "sft", "--json", "--config", "sft.yaml"]) == 0
+    argv = ["check", method, "--json", "--config", f"{method}.yaml"]
+    assert main(argv) == 0
     assert "PT-K101" in [one["code"] for one in json.loads(capsys.readouterr().out)["findings"]]
-    assert main(["check", "sft", "--json", "--config", "sft.yaml", "--pad_token", "<|im_start|>"]) == 0
+    assert main([*argv, "--pad_token", "<|im_start|>"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "PT-K101" not in [one["code"] for one in found["findings"]]
     assert any("aligned accordingly" in text for text in found["warnings"])  # A run logs it too.

@@ -256,7 +256,7 @@ def test_offline_mode_is_said(tmp_path):
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
     assert "dataset 'nobody/nothing' was not found" in out.stdout
-    assert f"({tmp_path / 'hub'}), and offline mode keeps it from being fetched (HF_HUB_OFFLINE=1" in out.stdout
+    assert f"({tmp_path / 'hub'}), and it cannot be downloaded in offline mode (HF_HUB_OFFLINE=1" in out.stdout
 
 
 def test_zero_weight_takes_nothing_and_does_not_limit_the_others(jsonl):
