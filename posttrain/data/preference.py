@@ -392,17 +392,13 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**example, **extract_prompt(example)}
     # Remove keys that Arrow added with the value None; see `extract_prompt`.
     bare = strip_none({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-    prompt = bare["prompt"]
-    if (
-        isinstance(prompt, list)
-        and prompt
-        and bare["chosen"][: len(prompt)] == prompt == bare["rejected"][: len(prompt)]
-    ):
+    head = bare["prompt"]
+    if isinstance(head, list) and head and bare["chosen"][: len(head)] == head == bare["rejected"][: len(head)]:
         warn_once(
             logger,
             "chosen and rejected begin with the messages of the prompt. These messages are removed from chosen and rejected.",
         )
-        return {**example, "chosen": chosen[len(prompt) :], "rejected": rejected[len(prompt) :]}
+        return {**example, "chosen": chosen[len(head) :], "rejected": rejected[len(head) :]}
     return example
 
 

@@ -384,11 +384,11 @@ def token_logprobs(
         raise ConfigError(f"temperature={temperature} must be above 0, because the logits are divided by it.")
     hidden, weight, bias, chunk = _prepared(hidden, weight, bias, chunk_size)
     rule = _Rule(logit_scale, softcap, temperature, chunk)
-    requested = {
+    wanted = {
         "entropy": need_entropy or entropy_grad, "correct": need_correct, "mean_logit": need_mean_logit,
         "collision": need_collision, "log_mass": bool(truncation), "entropy_grad": entropy_grad,
     }  # fmt: skip
-    wants = frozenset(name for name, want in requested.items() if want)
+    wants = frozenset(name for name, want in wanted.items() if want)
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     known = len(targets) > 0 and (frozen or (expected_grad is not None and hidden.device.type == "cpu"))
     # Exclude float16. Without gradient scaling, small probabilities would underflow in float16.
@@ -402,9 +402,7 @@ def token_logprobs(
     request = _LogprobRequest(rule, wants, truncation, once, None if frozen else expected_grad)
     with torch.autocast(hidden.device.type, enabled=False):
         logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, request)
-    return TokenLogprobs(
-        logp, *(value if name in wants else None for name, value in zip(requested, rest, strict=False))
-    )
+    return TokenLogprobs(logp, *(value if name in wants else None for name, value in zip(wanted, rest, strict=False)))
 
 
 Measure = Callable[[Tensor, slice], Tensor]

@@ -91,14 +91,14 @@ def test_the_data_line_names_both_splits(folder, capsys):
     for strategy, end in (("steps", ""), ("no", ", not evaluated (eval_strategy='no')")):
         flags = ("--dataset_name", "data", "--eval_strategy", strategy)
         _, found = checked(capsys, "sft", "--config", "sft.yaml", *flags)
-        (said,) = [stage["said"] for stage in found["stages"] if stage["name"] == "data"]
+        (said,) = [stage["result"] for stage in found["stages"] if stage["name"] == "data"]
         assert said == f"6 rows, split 'train'; 2 rows, split 'test'{end}; columns prompt, completion"
 
 
 def test_a_share_of_one_file_is_its_test_split(folder, capsys):
     flags = ("--test_split_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "1")
     code, found = checked(capsys, "sft", "--config", "sft.yaml", *flags)
-    (said,) = [stage["said"] for stage in found["stages"] if stage["name"] == "data"]
+    (said,) = [stage["result"] for stage in found["stages"] if stage["name"] == "data"]
     assert code == 0 and said.startswith("9 rows, split 'train'; 3 rows, split 'test'")
     code, found = checked(capsys, "sft", "--config", "sft.yaml", *flags, "--dataset_test_split", "train")
     assert code == 78 and "would create a split 'train'" in str(found["stages"])
@@ -129,7 +129,7 @@ def test_a_reward_without_its_column_refuses_grpo(folder, capsys):
     (finding,) = [f for f in found["findings"] if f["severity"] == "error"]
     assert finding["code"] == "PT-R029" and "`accuracy_reward` needs the column `solution`" in finding["what"]
     code, found = checked(capsys, "grpo", "--config", "grpo.yaml", "--reward_funcs", "think_format_reward")
-    assert code == 0 and found["stages"][3]["said"] == "think_format_reward"
+    assert code == 0 and found["stages"][3]["result"] == "think_format_reward"
 
 
 def test_one_stage_that_fails_does_not_hide_the_others(folder, capsys):
@@ -195,7 +195,7 @@ def test_what_trl_would_do_otherwise_is_said_once_with_what_restores_it(folder, 
     write("judged.jsonl", [{"prompt": f"{i}?", "completion": str(i), "label": bool(i % 2)} for i in range(8)])
     _, found = checked(capsys, "kto", "--config", "sft.yaml", "--dataset_name", "judged.jsonl")
     (stage,) = [stage for stage in found["stages"] if stage["name"] == "from TRL"]
-    assert 'train_sampling_strategy="sequential"' in stage["said"] and not stage["error"]
+    assert 'train_sampling_strategy="sequential"' in stage["result"] and not stage["error"]
     _, found = checked(
         capsys,
         "kto",
@@ -246,7 +246,7 @@ def test_rows_of_images_are_read_as_their_trainer_reads_them(pictured, broken, c
         assert "PT-G001" in told[0]
     else:
         assert not told and not any(severity == "error" for _, severity in codes)
-        assert any("rows of" in stage["said"] for stage in found["stages"])
+        assert any("rows of" in stage["result"] for stage in found["stages"])
 
 
 def test_a_teacher_that_is_not_there_is_told_without_training(folder, capsys):
