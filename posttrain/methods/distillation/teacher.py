@@ -107,8 +107,8 @@ def own_tokenizer(name: str, *, required: bool, trust_remote_code: bool = False,
     except ModelError as error:
         if required:
             raise
-        text = "the teacher's tokenizer was not found, so its token ids are assumed to be the student's: %s Fix: "
-        logger.warning(text + "pass teacher_processing_class.", error)
+        text = "the teacher's tokenizer was not found, so its token ids are assumed to be the student's: %s. Fix: "
+        logger.warning(text + "pass teacher_processing_class.", str(error).split(" Fix: ")[0].rstrip("."))
         return None
 
 
