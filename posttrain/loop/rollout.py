@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from posttrain.rollouts.batch import RolloutWindow
     from posttrain.types import LogProbs, Sampling
 
-# Factor by which the indices of evaluation batches are multiplied. It is larger than the index of any training batch, so
-# that training and evaluation batches never have equal indices and seeds.
+# Difference between the indices of consecutive evaluation batches, from which their seeds are computed. The difference is
+# larger than the index of any training batch, so that batches have different indices.
 EVAL_STRIDE = 32_452_843
 
 
