@@ -479,8 +479,8 @@ def _parcels(
 def _busiest(
     costs: list[list[list[Cost]]], slices: list[list[Row]], accelerator: Accelerator
 ) -> list[dict[str, Metric]]:
-    """Compute metrics of each slice before and after the exchange. A metric is the maximum number of tokens of a rank,
-    divided by the mean over ranks.
+    """Compute metrics of each slice before and after the exchange. A metric is the number of tokens of the busiest rank,
+    divided by the mean number of tokens of all ranks.
     """
     sizes = [sum(len(r.prompt_ids) + sum(map(len, r.completions)) for r in rows) for rows in slices]
     after = parallel.all_gather_objects([sizes], accelerator)

@@ -276,8 +276,8 @@ def plain_lora(layer: nn.Module) -> bool:
         or isinstance(layer, ParamWrapper)
     ):
         return False
-    # Exclude LoRA variants such as DoRA, which change the weight by more than a product ``B A``. If a packed layer has no
-    # list of variants, treat it as a layer without variants.
+    # Exclude LoRA variants such as DoRA, which change the weight by more than a product ``B A``. Check ``use_dora`` too,
+    # because some layers with packed weights do not list DoRA in ``lora_variant``.
     more = (
         layer.use_dora.get(n) or n in layer.lora_variant or layer.lora_bias.get(n) or n in layer.lora_embedding_A
         for n in layer.active_adapters
