@@ -39,12 +39,12 @@ PLANNED_SHARE = 0.9
 # Limits for the peak memory, as fractions of the total memory. If the peak is above FULL_SHARE, longer rows may not fit. If
 # it is below IDLE_SHARE, at least half of the memory is unused.
 FULL_SHARE, IDLE_SHARE = 0.94, 0.5
-# Memory counts as fragmented if more than this fraction of the device's memory is reserved by the allocator but contains no
-# tensors.
+# Maximum fraction of the device's memory that the allocator may reserve without using it for tensors. If the fraction is
+# larger, the memory is fragmented.
 FRAGMENTED = 0.15
-# Ranks count as unbalanced if the busiest rank has more than this multiple of the mean number of tokens.
+# Maximum ratio of the busiest rank's number of tokens to the mean over ranks. If the ratio is larger, ranks are unbalanced.
 IMBALANCE = 1.25
-# A finding is reported if generation takes more than this fraction of the step time.
+# Maximum fraction of the step time that generation may take. A larger fraction is reported.
 GENERATION_SHARE = 0.75
 # Default maximum lengths of a row and of a prompt, in tokens. They are used if neither the data nor the config limits the
 # length.
@@ -139,7 +139,7 @@ class Profile:
         tokens_per_second: Number of tokens per second over all processes, without padding.
         mfu: Model FLOPS utilization in percent, or None if it is unknown.
         imbalance: Number of tokens of the busiest process, divided by the mean over processes. Durations do not show
-            imbalance, because all processes wait for the slowest one.
+            imbalance, because all processes wait for the slowest process.
         generation: Fraction of the time spent on generation. None for methods that do not sample.
         checkpointing: Whether activations are recomputed.
     """

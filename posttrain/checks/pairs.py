@@ -79,7 +79,7 @@ def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int
     # Some templates add one or two line breaks after the end-of-turn token. The last three tokens are therefore searched.
     ended = [[not stops.isdisjoint(answer[-3:]) for answer in row.completions] for row in rows]
     odd = [index for index, (a, b) in enumerate(ended) if a != b]
-    # An answer counts as truncated if it reaches the limit and has no end token.
+    # Treat an answer as truncated if it reaches the limit and has no end token.
     cut = [
         i for i in odd if limit and len(rows[i].prompt_ids) + len(rows[i].completions[ended[i].index(False)]) >= limit
     ]
@@ -379,7 +379,7 @@ AGREES, INVERTED = 0.55, 0.45
 
 
 def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Finding | None:
-    """Compute how often a reward model prefers the chosen answer. A tie counts as half an agreement.
+    """Compute how often a reward model prefers the chosen answer. Equal scores are counted as half an agreement.
 
     Args:
         scores: Scores of the chosen and the rejected answer. The key is the number of the pair.

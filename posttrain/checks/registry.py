@@ -1,7 +1,8 @@
 """Registry of checks. Every check has a fixed code, a name, a moment at which it runs, and a page in the documentation.
 
-A check consists of an entry in the registry (`register`), a function that runs at a moment (`probe`), and the text of its
-finding (`finding`). New modules in this package need no registration, because `load` imports all modules.
+A check has three components: a registered code and name (`register`), a function that runs at a given moment of a run
+(`probe`), and the text of its finding (`finding`). New modules in this package need no registration, because `load` imports
+all modules.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ AREAS = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Entry in the registry of checks.
+    """Registered check: its code, its name, and the moment at which it runs.
 
     Attributes:
         code: ``PT-`` with a letter of `AREAS` and three digits. A code is never reused.

@@ -179,7 +179,7 @@ class RunningReward:
     high: float = -math.inf
 
     def add(self, values: Sequence[float]) -> RunningReward:
-        """Return statistics that include the rewards of another generation. NaN counts as missing."""
+        """Return statistics that include the rewards of another generation. NaN is treated as a missing reward."""
         known = [value for value in values if not math.isnan(value)]
         count, mean, squares = self.count, self.mean, self.squares
         for value in known:
@@ -263,11 +263,11 @@ class RewardHistory:
 
     Attributes:
         generations: Number of generations.
-        unscored: Number of consecutive generations without any reward, up to the newest one.
-        mostly_unscored: Number of consecutive generations with more than `UNSCORED_SHARE` unscored rows, up to the newest
-            one.
+        unscored: Number of consecutive generations without any reward, up to the newest generation.
+        mostly_unscored: Number of consecutive generations whose fraction of unscored rows is above `UNSCORED_SHARE`, up to
+            the newest generation.
         running: Statistics of the rewards of each function.
-        flat: Number of consecutive generations in which all advantages were 0, up to the newest one.
+        flat: Number of consecutive generations in which all advantages were 0, up to the newest generation.
         flat_rewards: Total rewards of up to `FLAT_GENERATIONS` of these generations.
         totals: Statistics of the total rewards.
         spreads: Standard deviations of up to `GROUPS_REMEMBERED` newest groups.

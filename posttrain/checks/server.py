@@ -39,9 +39,9 @@ GAPS_QUANTISED, FAR_SHARE = (0.3, 2.0), 0.99
 NOISY = (2.0, 20.0)
 
 
-# A weight update counts as lost if more than the fraction MISSED of the expected change of log-probs is missing in the
-# engine. The missing change must also be above MOVED nats, and above CONCLUSIVE times the rounding noise of trainer and
-# engine.
+# Criteria for a lost weight update. The update is lost if the engine's log-probs lack more than the fraction MISSED of the
+# expected change. The missing change must also be above MOVED nats, and above CONCLUSIVE times the rounding noise of trainer
+# and engine.
 CONCLUSIVE, MISSED, MOVED = 3.0, 0.1, 1e-4
 
 
@@ -89,7 +89,7 @@ def check_parity(
         dtype: Dtype of the engine's weights. If the dtype is None, the largest limit applies.
         version: Version of the weights.
         computed: Dtype of the trainer's forward pass. The less precise of the two dtypes determines the limits.
-        first: ``(ours, theirs)`` of the first comparison. None means that this comparison is the first one.
+        first: ``(ours, theirs)`` of the first comparison. None means that this is the first comparison.
         noise: Mean difference that rounding causes. It matters only if it is larger than the difference in the first
             comparison.
     """

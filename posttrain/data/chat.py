@@ -531,7 +531,7 @@ def encode(
         tokenizer: Tokenizer. The tokenizer's warning about texts longer than ``model_max_length`` is disabled.
         texts: Texts to encode.
         special: Whether the tokenizer adds its special tokens.
-        where: Function that returns a name for the text at an index of ``texts``, for error messages.
+        where: Function that returns a name for the text at an index of ``texts``. The name is used in error messages.
 
     Raises:
         DataError: A text is not valid Unicode.

@@ -288,8 +288,8 @@ def pack_dataset(
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent. All columns must be lists of equal length in each row.
         seq_length: Maximum number of items per row, at least 1.
         strategy: ``bfd`` truncates documents to ``seq_length`` and does not split them. ``bfd_split`` splits longer documents
-            into pieces that do not attend to each other. ``wrapped`` concatenates all documents and splits the result every
-            ``seq_length`` items.
+            into segments that do not attend to each other. ``wrapped`` concatenates all documents and splits the result
+            every ``seq_length`` items.
         map_kwargs: Additional arguments of ``dataset.map``, e.g. ``num_proc``, or ``batch_size`` for the number of rows per
             window.
         cross_document: Whether documents in a packed row attend to each other. The argument only affects the strategy
@@ -325,7 +325,9 @@ def truncate_dataset(dataset: AnyDataset, max_length: int, map_kwargs: dict[str,
     Args:
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent.
         max_length: Number of items to keep, at least 1.
-        map_kwargs: Additional arguments of ``dataset.map``. Returns:
+        map_kwargs: Additional arguments of ``dataset.map``.
+
+    Returns:
         A dataset of the same class and format as ``dataset``.
 
     Raises:
@@ -360,7 +362,7 @@ def split_trained(dataset: AnyDataset, size: int, map_kwargs: dict[str, Any] | N
     Args:
         dataset: ``Dataset`` or ``IterableDataset`` of list columns, including ``labels``.
         size: Maximum number of items per segment.
-        map_kwargs: Passed to ``dataset.map``.
+        map_kwargs: Additional arguments of ``dataset.map``.
     """
     return _map(dataset, partial(_trained_pieces, size=size), None, map_kwargs or {}, "Splitting")
 

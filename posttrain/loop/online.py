@@ -335,7 +335,7 @@ class OnlineTrainer(PostTrainer):
         Args:
             rollouts: Completions of this rank, with their ``mode`` and ``group_size``.
             rewards: Rewards of the completions of all ranks. The rewards of this rank begin at ``rewards.start``.
-            logps: See `posttrain.loop.rollout.measured_logps`.
+            logps: Log-probs of the completions; see `posttrain.loop.rollout.measured_logps`.
         """
         return self.method.advantages(rollouts, rewards, logps, self.run.ranks)
 

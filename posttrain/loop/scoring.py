@@ -143,7 +143,7 @@ def completion_rows(
         table: Rewards of all ranks. The rewards of this rank begin at ``start``.
         tokenizer: Tokenizer that decodes all prompts, and the completion tokens of one group.
         step: Number of finished optimizer steps.
-        images: Whether thumbnails of images are added to the rows of the first groups, for the report.
+        images: Whether thumbnails of images are added to the rows of the first groups. The report shows them.
     """
     rows = []
     for i, rollout in enumerate(batch.rollouts):
@@ -236,7 +236,7 @@ def reward_runner(
 
     Args:
         runner_class: `RewardRunner`, or a subclass of it.
-        options: See `reward_options`.
+        options: Result of `reward_options`.
         pool: Pool of environments. Environments with ``get_reward`` also provide rewards. ``get_reward`` is called with the
             threads and the timeout of tools.
     """

@@ -475,7 +475,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             model: Model to run, wrapped as in the run.
             inputs: Batch of one forward pass.
             return_outputs: Whether the `ModelOutputs` are also returned.
-            num_items_in_batch: See `Denominators.over`.
+            num_items_in_batch: Divisor of the loss; see `Denominators.over`.
 
         Returns:
             The loss of the pass, divided by counts of the whole optimizer step. The losses of all passes add up to the loss

@@ -72,7 +72,7 @@ def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def _alike(values: Tensor, dim: int) -> Tensor:
-    """Return whether all entries along ``dim`` that are not NaN are equal. The result keeps ``dim`` with size 1."""
+    """Return whether all values along ``dim`` that are not NaN are equal. The result keeps ``dim`` with size 1."""
     missing = values.isnan()
     high = values.masked_fill(missing, -torch.inf).amax(dim, keepdim=True)
     low = values.masked_fill(missing, torch.inf).amin(dim, keepdim=True)
@@ -80,7 +80,7 @@ def _alike(values: Tensor, dim: int) -> Tensor:
 
 
 def centred(values: Tensor, dim: int = -1) -> Tensor:
-    """Subtract the mean along ``dim``, ignoring NaN entries. If all entries are equal, the result is exactly 0, without
+    """Subtract the mean along ``dim``, ignoring NaN values. If all values are equal, the result is exactly 0, without
     rounding errors.
     """
     gaps = values - values.nanmean(dim, keepdim=True)
@@ -88,7 +88,9 @@ def centred(values: Tensor, dim: int = -1) -> Tensor:
 
 
 def _std(values: Tensor, dim: int = -1) -> Tensor:
-    """Return the Bessel-corrected standard deviation of the non-NaN entries, or NaN if there are fewer than two."""
+    """Return the Bessel-corrected standard deviation of the values that are not NaN. Return NaN if there are fewer than two
+    such values.
+    """
     count = (~values.isnan()).sum(dim, keepdim=True)
     squares = centred(values, dim).square().nansum(dim, keepdim=True)
     variance = torch.where(count > 1, squares / (count - 1).clamp_min(1), torch.nan)

@@ -228,7 +228,7 @@ def pair_values(
     plain_chosen_logp: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Compute all inputs of the losses in `posttrain.losses.preference.DPO_LOSSES`, as a mapping from names to tensors
-    ``(P,)`` weights.
+    ``(P,)``.
 
     Args:
         chosen_logp: ``(P,)`` summed log-probs of the chosen completions under the policy. With LD-DPO, computed by

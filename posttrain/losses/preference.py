@@ -431,8 +431,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
     Returns:
         ``(P,)`` losses.
 
-    Reference: Training a helpful and harmless assistant, arXiv:2204.05862; margin: Llama 2,
-        arXiv:2307.09288, equation 2.
+    Reference: Training a helpful and harmless assistant, arXiv:2204.05862; margin: Llama 2, arXiv:2307.09288, equation 2.
     """
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     return -F.logsigmoid(difference)

@@ -114,7 +114,7 @@ def bco(
         beta: Strength of the regularization towards the reference.
 
     Returns:
-        ``(S,)``.
+        ``(S,)`` losses.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
@@ -129,8 +129,9 @@ def bco(
 def density_weight(probability: Tensor, *, low: float, high: float) -> Tensor:
     """Compute BCO's weight ``clamp(p / (1 - p + 1e-8), low, high)`` of each bad completion.
 
-    ``p`` is the estimated probability that the completion of a prompt is good. ``p`` and the result are tensors ``(S,)``
-    losses. Reference: Binary classifier optimization, arXiv:2404.04656, underlying distribution matching.
+    ``p`` is the estimated probability that the completion of a prompt is good. ``p`` and the result are tensors ``(S,)``.
+
+    Reference: Binary classifier optimization, arXiv:2404.04656, underlying distribution matching.
     """
     return (probability / (1.0 - probability + 1e-8)).clamp(low, high)
 

@@ -108,8 +108,8 @@ class Pass:
 
 
 def run(model: nn.Module, request: Pass, compare: Callable[..., dict[str, Any]] | None) -> dict[str, Any]:
-    """Run a forward pass and return its outputs by name. Each output has one entry per loss position, ``(N, ...)``, or per
-    sequence, ``(S, ...)``.
+    """Run a forward pass and return its outputs by name. An output is a tensor ``(N, ...)`` with one row per loss position,
+    or a tensor ``(S, ...)`` with one row per sequence.
     """
     return call(model, request.batch, *prepared(model, request, compare))
 
@@ -124,9 +124,9 @@ def prepared(
     """Return the output head and the model inputs of a forward pass. Head and inputs cover all columns of the batch.
 
     Args:
-        model: See `forward`.
+        model: Same as in `forward`.
         request: Arguments of the forward pass.
-        compare: See `forward`.
+        compare: Same as in `forward`.
         split: Sequence-parallel group that computes the pass. None: one process computes the pass alone.
         columns: Columns that this process of the group computes. None: all columns.
     """
@@ -269,8 +269,9 @@ def batch_logps(
     chunk_size: int,
     truncation: Truncation = WHOLE,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Compute the log-probs of the tokens of all completions with `forward`. Also compute the log of the probability mass
-    that remains after truncation (an empty list without truncation). The completions are in the order of the collated rows.
+    """Compute the log-probs of the tokens of all completions with `forward`, and the log of the probability mass that
+    remains after truncation. Without truncation, the second result is an empty list. The completions are in the order of the
+    collated rows.
 
     Args:
         model: Model, including wrappers such as DDP.

@@ -477,7 +477,7 @@ def model_id_of(model: nn.Module, needed_by: str) -> str:
 
     Args:
         model: The ``model`` argument of a trainer: a string or a module.
-        needed_by: Name of the trainer, for the error message.
+        needed_by: Name of the trainer, used in the error message.
 
     Raises:
         ConfigError: ``model`` is None.
@@ -1201,7 +1201,7 @@ def _start_at_mean(model: nn.Module, added: list[int], known: int) -> None:
     output = model.get_output_embeddings()
     weights = {id(w): w for w in [model.get_input_embeddings().weight, *([] if output is None else [output.weight])]}
     generator = torch.Generator().manual_seed(SEED)
-    for weight in weights.values():  # Tied embeddings have one entry, so that rows are written once.
+    for weight in weights.values():  # Tied embeddings occur only once in the dict, so that rows are written once.
         old = weight[:known].float()
         noise = torch.randn(len(added), weight.shape[1], generator=generator).to(weight.device)
         weight[added] = (old.mean(0) + SPREAD * old.std(0) * noise).to(weight.dtype)

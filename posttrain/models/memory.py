@@ -185,7 +185,8 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             tensor.device.type != self.device_type
             or tensor.nbytes < self.min_size
             or isinstance(tensor, nn.Parameter | nn.Buffer)
-            # Tensor subclasses (e.g. fp8 or sharded tensors) have their own implementation of offloading.
+            # Do not offload tensor subclasses (e.g. fp8 or sharded tensors), because these classes implement offloading
+            # themselves.
             or type(tensor) is not Tensor
             or tensor.untyped_storage().data_ptr() in self.kept
         )

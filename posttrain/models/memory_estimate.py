@@ -389,7 +389,7 @@ class Shadow:
         critic: Second model that runs in every forward pass, e.g. PPO's value model.
         value_head: Whether the model has a value head.
         checkpointing: Whether activations are recomputed in the backward pass.
-        kept_layers: See `PostTrainingConfig.kept_layers`.
+        kept_layers: Value of `PostTrainingConfig.kept_layers`.
     """
 
     def __init__(

@@ -321,7 +321,7 @@ class Level(NamedTuple):
         queries, keys: ``(N,)`` indices into the ``B * T`` tokens of the batch.
         query_ends, key_ends: ``(parts + 1,)`` int32 cumulative lengths of the parts. Both start with 0.
         most_queries, most_keys: Maximum length of a part in queries and in keys.
-        causal: See `Part`.
+        causal: Whether attention is causal; see `Part`.
     """
 
     queries: Tensor

@@ -149,7 +149,7 @@ def require_engine(engine: object, argument: str = "rollout_engine") -> RolloutE
 
     Args:
         engine: Object that was passed as the engine.
-        argument: Name of the argument, for the error message.
+        argument: Name of the argument, used in the error message.
 
     Raises:
         ConfigError: The object is not an instance of a subclass of `RolloutEngine`. Objects that only have the same methods
@@ -204,7 +204,7 @@ def check_followed(
     Args:
         requests: Requests of the call.
         sampling: Sampling settings of the call.
-        engine: Name of the engine, for the error message.
+        engine: Name of the engine, used in the error message.
         unknown: Fields of `Sampling` that the engine does not support. Only their defaults are accepted.
         own: Fields of `Sampling` whose values may differ between a request and the call.
         fix: Advice for the error message.

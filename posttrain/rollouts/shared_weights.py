@@ -372,7 +372,7 @@ class SharedWeights:
         """Do nothing, because nothing was paused."""
 
     def destroy(self) -> None:
-        """Remove the files of the weights. Also remove their folder if this object created it."""
+        """Remove the files of the weights. If this object created the folder of the files, remove the folder too."""
         if self._own is not None:
             self._own.close()
         elif self.folder.name:
@@ -380,7 +380,7 @@ class SharedWeights:
 
 
 def remove_weights(folder: Path) -> None:
-    """Remove the files with shared weights. Also remove their folder, unless a user chose it."""
+    """Remove the files with shared weights. Remove their folder too, unless a user chose it."""
     if folder.name.startswith("posttrain-"):
         shutil.rmtree(folder, ignore_errors=True)
         return

@@ -82,7 +82,7 @@ def add_observation(
     Args:
         prompt: Prompt of the dataset. It is not changed.
         observation: Result of ``reset``: None, text, a list of content blocks, or a PIL image.
-        where: Description of environment and row, for error messages.
+        where: Description of environment and row, used in error messages.
         observed: Function that converts images to content blocks. None: the model supports only text.
 
     Raises:

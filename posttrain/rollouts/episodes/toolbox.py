@@ -95,7 +95,7 @@ def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
     Args:
         value: Parsed value of the argument.
         schema: JSON schema of the argument, taken from the result of `tool_schema`.
-        name: Name of the argument, for the error message.
+        name: Name of the argument, used in the error message.
 
     Raises:
         WrongValue: The value cannot be converted. The model receives the error message.

@@ -297,7 +297,8 @@ def native_is_exact(model: nn.Module) -> str | None:
 def _unsupported(model: nn.Module, error: Exception) -> str:
     """Describe why the engine raised an exception on a model."""
     inner: Any = causal_lm(model)
-    # Some models compute attention in their own code, for example Falcon, Bloom, MPT and GPT-J.
+    # Some models, for example Falcon, Bloom, MPT and GPT-J, do not compute attention with a function that can be selected by
+    # name.
     if not getattr(inner, "_supports_attention_backend", True):
         return (
             f"{type(inner).__name__} computes attention in its own code and does not call the attention functions of "

@@ -141,8 +141,8 @@ class PrefixCache:
             node, at = child, at + matched
 
     def _split(self, node: Node, at: int) -> Node:
-        """Split a node into two nodes, and return the first one. The tensors are copied, so that the memory of each node can
-        be freed separately.
+        """Split a node into two nodes, and return the first of the two. The tensors are copied, so that the memory of each
+        node can be freed separately.
         """
         assert node.parent is not None
         head = Node(node.tokens[:at], _copied(_cut(node.layers, 0, at)), node.parent, used=node.used)

@@ -116,7 +116,7 @@ class Run:
                 break
             passes += 1
             self.prefiller.step(running.prompt, free)
-        # Update the groups once for all new rows. The next decoding step is the first one that uses the groups.
+        # Update the groups once for all new rows. The groups are not used before the next decoding step.
         if started:
             self._regroup()
         return bool(self.live)
