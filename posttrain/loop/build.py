@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = None) -> Hooks:
-    """Return the default functions of the training loop, which are used in runs without a trainer."""
+    """Return the default functions of the training loop. A subclass of a trainer may replace them."""
     return Hooks(
         objective=None,
         comparison=None,
@@ -113,7 +113,7 @@ class Spec:
     """Arguments of a run, from which `plan` prepares the run.
 
     Attributes:
-        method: The algorithm. Its attribute contains the config.
+        method: The algorithm, whose attribute ``cfg`` contains the config.
         model: Hub id, folder or loaded model.
         train_dataset: Training set.
         eval_dataset: Evaluation set, or a dict of several sets by name.

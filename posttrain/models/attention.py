@@ -211,8 +211,8 @@ def _dense_layout(model: Module, device: str) -> Layout:
 
 
 def dense_layers(model: Module, autocast: torch.dtype | None, device: str) -> str:
-    """Return the reason in the model's config why attention on a device needs a dense mask. Return "" if tree attention is
-    possible.
+    """Return the reason why attention on a device needs a dense mask, according to the model's config. Return "" if tree
+    attention is possible.
     """
     text = causal_lm(model).config.get_text_config()
     if reason := tree_attention.no_kernel(device, autocast or coarsest_dtype(model)):

@@ -340,8 +340,8 @@ WITHOUT_KEYS = ("linear_attention", "conv", "mlp", "moe")
 
 
 def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
-    """Return the number of bytes that each component of generation needs. The components are keys and values (``2 L H_kv d
-    bytes`` per token), logits, and the activations of a prefill pass.
+    """Return the number of bytes that each component of generation needs. The components are keys and values
+    (``2 L H_kv d bytes`` per token), logits, and the activations of a prefill pass.
 
     Instead of keys and values, recurrent layers store one state per sequence and one state per prompt.
     """

@@ -433,8 +433,8 @@ def varlen_backward(
 
 
 def _sides(level: Level, window: int | None) -> tuple[int, int]:
-    """Return the number of keys before, and the number of keys after, the position of a query to which the query attends. -1
-    means all keys.
+    """Return the number of keys before, and the number of keys after, the position of a query to which the query attends.
+    The value -1 means all keys.
     """
     if not level.causal:
         return -1, -1

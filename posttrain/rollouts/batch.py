@@ -452,7 +452,7 @@ def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[lis
 
 
 def _counted_alike(rows: list[Row]) -> list[Row]:
-    """If any row has the column of sequence weights (`Batch.shares`), add this column to all rows."""
+    """Add the column of sequence weights (`Batch.shares`) to all rows if at least one row has this column."""
     if any("share" in row.sequence_columns for row in rows):
         for row in rows:
             row.sequence_columns.setdefault("share", [1.0] * len(row.completions))

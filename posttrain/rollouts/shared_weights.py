@@ -217,7 +217,7 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
 
 
 def _merged_dequantized(layer: Any, base: Any, name: str) -> Tensor:
-    """Dequantize a weight of a base layer, let peft merge the active adapters into it, and return the result.
+    """Return a dequantized weight of a quantized base layer, into which peft has merged the active adapters.
 
     peft's layers for quantized weights quantize the merged weight again. Therefore, the adapters are merged in a copy of the
     layer with a dequantized base layer. The sum is computed in float32 and rounded once.
