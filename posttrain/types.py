@@ -184,10 +184,10 @@ class Batch:
     Attributes:
         input_ids: ``(B, T)`` int64 token ids.
         position_ids: ``(B, T)`` int64 positions. The positions of a segment continue the positions of its parent.
-        seen_until: ``(B, T)`` int64 column after the last token that attends to this token. 0 for padding. Column q attends
-            to column k if ``k <= q < seen_until[k]``.
-        predictor: ``(B, T)`` int64 column whose hidden state predicts this token. The column is valid only where
-            ``loss_mask`` is True.
+        seen_until: ``(B, T)`` int64 index of the column after the last token that attends to this token. 0 for padding.
+            Column q attends to column k if ``k <= q < seen_until[k]``.
+        predictor: ``(B, T)`` int64 index of the column whose hidden state predicts this token. The column is valid only
+            where ``loss_mask`` is True.
         loss_mask: Bool tensor ``(B, T)``, True for tokens in the loss. A token in the loss always has a predictor.
         sequence: ``(B, T)`` int64 index in ``[0, S)`` of the sequence to which a completion token belongs. The index is -1
             for all other tokens.

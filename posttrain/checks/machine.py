@@ -517,7 +517,7 @@ def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> 
 
     Args:
         implementation: Attention backend of the model.
-        packed: Whether a row contains several documents.
+        packed: Whether a packed row can contain several documents.
         row_tokens: Tokens of a row.
     """
     if not packed or implementation not in ("sdpa", "eager") or row_tokens < LONG_ROW:

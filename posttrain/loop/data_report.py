@@ -425,7 +425,7 @@ def usable_rows(
         dataset: Dataset that was passed to the trainer.
         args: Config with ``bad_rows``, ``bad_rows_max``, ``preflight`` and ``output_dir``.
         method: Method that trains on the rows.
-        main: Whether this process writes files.
+        main: Whether this is the main process, which writes files.
         filled: Whether an environment writes a prompt for each row whose prompt is empty.
 
     Returns:
@@ -537,7 +537,7 @@ def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -
     Args:
         reasons: Maps the number of each row to the reason why it cannot be used.
         total: Number of rows that were read.
-        dropped: Whether the rows were dropped.
+        dropped: Whether the rows were dropped. If not, the finding is an error.
     """
     why = "such a row does not contribute to the loss. A batch with only such rows has a loss of 0 or NaN."
     if dropped:

@@ -413,7 +413,7 @@ def describe_schedule(args: OnlineConfig, prompts: int | None, *, has_ratio: boo
     Args:
         args: Config whose batch sizes have been resolved.
         prompts: Number of rows of the training set. None: unknown.
-        has_ratio: Whether the loss has an importance ratio.
+        has_ratio: Whether the loss contains an importance ratio. If so, the text describes its effect.
     """
     slices, passes = args.steps_per_generation or 1, args.num_iterations
     updates = slices * passes / args.gradient_accumulation_steps

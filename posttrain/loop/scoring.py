@@ -311,7 +311,7 @@ def all_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, *, trainin
         run: Run of a trainer that samples.
         rewards: The reward functions of the run.
         batch: Completions of this rank. It may be empty.
-        training: Whether the rewards are used for training.
+        training: Whether the rewards are used for training, and not for evaluation.
     """
     with parallel.failing_together(run.accelerator):
         table = score_rollouts(rewards, batch, run.tokenizer, run.progress.state)

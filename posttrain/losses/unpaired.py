@@ -35,8 +35,8 @@ def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
 
     Args:
         log_ratio: ``(S,)`` log-ratios L of prompts that are followed by another prompt's completion.
-        valid: Bool tensor ``(S,)``, True for prompts that are followed by a completion of another prompt. None: all prompts
-            are.
+        valid: Bool tensor ``(S,)``, True for prompts that are followed by a completion of another prompt. None: True for all
+            prompts.
 
     Returns:
         ``(2,)`` totals in the dtype of ``log_ratio``, without gradient.

@@ -40,8 +40,8 @@ class Traits:
             rows.
         generative: Whether the model has a language-model head. False: the model has a head that outputs one score.
         samples: Whether the method trains on completions that are sampled during training.
-        own_rollouts: Whether the trainer of this method has its own code to sample completions, score them, or compute their
-            log-probs.
+        own_rollouts: Whether the trainer of this method uses its own code to sample completions, to score them, or to
+            compute their log-probs.
         workers_sample: Whether other processes sample the completions, so that no engine runs in the training process.
         follows_truncation: Whether the loss compares the sampler's log-probs with the policy's log-probs. If so,
             `sampler_logp` corrects the sampler's log-probs for top-k, top-p and min-p.
@@ -250,7 +250,7 @@ class Method(ABC, Generic[Config]):
 
         Args:
             policy: The policy.
-            configs: Model configs of the additional models, by name.
+            configs: Configs of the additional models. The key is the model's name.
         """
         return []
 

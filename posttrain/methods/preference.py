@@ -435,8 +435,8 @@ class AnswerMethod(Method[Answers]):
         return self.sums(batch.ref_logp, batch)
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of log-probs over the tokens of each answer, as a tensor ``(S,)``. The argument contains the
-        ``(B, T)`` log-probs of the policy or of the reference.
+        """Return the sum of log-probs over the tokens of each answer, as a tensor ``(S,)``. ``logp`` contains the ``(B, T)``
+        log-probs of the policy or of the reference.
         """
         return sequence_sum(logp.float(), *batch.by_sequence)
 

@@ -156,7 +156,7 @@ def layout_for(
 
     Args:
         model: The model.
-        dense_mask: Whether attention uses a dense mask.
+        dense_mask: Whether attention uses a dense mask instead of tree attention.
         autocast: Dtype of matrix products under autocast. None: the dtype of the weights.
         device: Type of the training device, ``cpu`` or ``cuda``. None: the model's current device.
     """
@@ -174,7 +174,7 @@ def layout_for(
     if family.whole:
         return padded_layout(model)
     if family.cross:
-        # Each tree needs its own pass, for the reason in `Family.cross`.
+        # Each tree needs a separate pass; `Family.cross` describes the reason.
         return replace(layout, row_tokens=1, pass_tokens=0, joins_rows=False)
     # If prompts have bidirectional attention, do not join prompts that have a common prefix, because the prefix's hidden
     # states depend on the rest of the prompt.

@@ -171,8 +171,8 @@ class MemoryEstimate:
     """Estimated memory of one process of a run, in bytes.
 
     Attributes:
-        standing: Memory that is in use during the whole run, by component.
-        moments: Additional memory in each phase of a training step, by component.
+        standing: Memory that is in use during the whole run. The key is the component, e.g. the weights.
+        moments: Additional memory in each phase of a training step. Each value maps components to bytes.
         trainable, parameters: Number of trained weights and number of all weights of the policy.
     """
 
@@ -498,7 +498,7 @@ def _from_meta(model: nn.Module) -> None:
 
 
 class _Meter(TorchDispatchMode):
-    """Counter of the bytes of all existing tensor storages, by kind, that records the peak."""
+    """Counter of the bytes of all existing tensor storages. It counts each kind of storage separately, and records the peak."""
 
     def __init__(self, model: nn.Module, vocabulary: int) -> None:
         super().__init__()

@@ -204,8 +204,8 @@ def correlation(one: Tensor, other: Tensor) -> float | None:
 
 
 def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> str:
-    """Return a line of text with each function's share of the variance. The line contains pairs of functions whose rewards
-    cancel each other too.
+    """Return a line of text with each function's share of the variance. In addition, the line lists pairs of functions whose
+    rewards cancel each other.
     """
     shares = variance_shares(values, weights)
     text = ", ".join(f"{name} {100 * float(share):.1f} %" for name, share in zip(names, shares, strict=True))

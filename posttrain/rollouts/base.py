@@ -44,7 +44,7 @@ class Capabilities:
             names.
         pictures: Whether prompts may contain images (`Request.pictures`).
         unsupported: Fields of `Sampling` that the engine does not support. Values other than the default are rejected.
-        per_request_sampling: Whether a request may have its own `Sampling`, different from the call's `Sampling`.
+        per_request_sampling: Whether the `Sampling` of a request may differ from the call's `Sampling`.
         context: Maximum number of tokens of prompt and completion. None: the model's context length.
         dtype: Dtype of the engine's copy of the weights. None: the dtype is unknown, or there is no copy.
         adapter_rank: Maximum rank of a LoRA adapter that can be pushed without merging

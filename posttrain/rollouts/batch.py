@@ -375,7 +375,7 @@ def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
     stay on one rank as long as this is cheaper.
 
     Args:
-        costs: Costs of each row, by rank.
+        costs: One list per rank with the cost of each row.
 
     >>> deal([[(2, [10, 10])], [(2, [1, 1])]])
     {(0, 0, 0): 0, (0, 0, 1): 1, (1, 0, 0): 1, (1, 0, 1): 0}

@@ -162,8 +162,7 @@ class BCOTrainer(PreferenceTrainer):
 def with_delta(
     run: Run, inputs: list[Any], micro_batches: list[list[Batch]], mode: str, *, prepare: Prepare
 ) -> list[list[Batch]]:
-    """Return micro-batches with the reference's log-probs. In training, first update delta with the rewards of the whole
-    step.
+    """Return micro-batches with the reference's log-probs. In training, the rewards of the whole step update delta.
 
     Args:
         run: Run of `BCO`.

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 # Names of trainer methods. If a user overrides one of them, the override may read or change per-token log-probs of the
 # reference model.
 SEE_REFERENCE = (*PADDED_STEPS, "objective", "comparison", "with_reference")
-# Names of methods of the classes in `posttrain.methods`. If a user overrides one of them, the override may read or change
+# Names of methods in the classes of `posttrain.methods`. If a user overrides one of them, the override may read or change
 # per-token log-probs.
 SUMS = {"sums", "reference_logp"}
 

@@ -426,7 +426,7 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
     the sampled token.
 
     With several teachers, ``d = sum_i w_i D(q, p_i)``, where the weights ``w_i`` sum to 1. If each row selects its teacher,
-    the weight of this teacher is 1. Each teacher only scores the ids of its own support, so teachers may be servers. With
+    the weight of this teacher is 1. Each teacher scores only the ids in its own support, so teachers may be servers. With
     ``beta=0``, the gradient equals that of the divergence from the mixture ``sum_i w_i p_i``. With ``beta=1``, the gradient
     equals that of the divergence from the normalized geometric mean ``prod_i p_i ** w_i``. For other values of beta, the sum
     of divergences does not equal the divergence from one combined teacher. With the estimator ``score``, the reward of a

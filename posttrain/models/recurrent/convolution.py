@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, before: list[Tensor]) -> Tensor:
-    """Convolve each channel with its own kernel. The output at a token depends on the token and the K - 1 tokens before it on
-    its path.
+    """Convolve each channel with a separate kernel. The output at a token depends on the token and the K - 1 tokens before
+    it on its path.
 
     Args:
         x: ``(B, D, T)`` inputs.

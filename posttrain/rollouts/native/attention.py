@@ -4,8 +4,8 @@ transformers.
 Only the model's attention function is replaced. Its decoder code is not changed. The common prefix of all prompts of a call
 is computed and stored once. The rest of each prompt is also stored once, in blocks of several prompts. In a decoding step,
 one product multiplies all queries with the common prefix. Another product multiplies all queries of a prompt with the
-prompt, without repeating key-value heads. Each query is also multiplied with its own suffix. One softmax is computed over
-the scores of all three products.
+prompt, without repeating key-value heads. In addition, each query is multiplied with the suffix of its row. One softmax is
+computed over the scores of all three products.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class Store:
 
     def layer_of(self, module: Any) -> int:
         """Return the key of a layer's cache. Zamba 2 uses the same attention layers at several depths, all with layer index
-        -1. Each of their calls gets its own key.
+        -1. Each call of such a layer therefore has a separate key.
         """
         if module.layer_idx >= 0:
             return module.layer_idx

@@ -178,7 +178,7 @@ class Packed:
     Attributes:
         layers: Layers whose weights are packed.
         together: Groups of layers with the same input. The weights of a group are packed as a single matrix.
-        weights: Packed copies, by group of layers.
+        weights: Packed copies of weights. The key is the group of layers.
     """
 
     def __init__(self, *, bfloat16: bool = False) -> None:
@@ -303,7 +303,7 @@ class Plan:
         most: Number of rows of the longest chunk.
         place: ``(n, 3)`` location of each row's prompt. It consists of the block that contains the prompt, the prompt's
             offset in this block, and the stride between heads.
-        blocks: Memory addresses of the groups' keys and values, by layer.
+        blocks: Memory addresses of the groups' keys and values. The key is the layer.
         scratch: Temporary memory of all threads, for scores and queries.
         step: Data of the current decoding step, created by the first layer.
         lengths: Suffix lengths for which ``step`` was created.
