@@ -1,4 +1,4 @@
-"""Exceptions of the package. Messages describe what is wrong, where, both values, and the fix.
+"""Exceptions of the package. A message describes the problem, its location, the actual and the expected value, and the fix.
 
 Each class also inherits from a standard exception such as ValueError, so that ``except ValueError`` catches it.
 """
@@ -72,7 +72,7 @@ class PreflightError(ConfigError):
 
 
 class DataError(PosttrainError, ValueError):
-    """Raised for a dataset, row or column that cannot be trained on."""
+    """Raised for a dataset, row or column that cannot be used for training."""
 
 
 class ArgumentTypeError(PosttrainError, TypeError):
@@ -104,7 +104,7 @@ class RolloutInterrupted(KeyboardInterrupt):
 
 
 class RolloutServerError(RolloutError):
-    """Raised if a rollout server failed, or if its reply cannot be trained on.
+    """Raised if a rollout server failed, or if its reply cannot be used for training.
 
     Attributes:
         url: URL of the server.
@@ -174,8 +174,8 @@ class WeightSyncError(RolloutServerError):
     """Raised if a rollout server does not have the trainer's current weights.
 
     Attributes:
-        phase: ``begin``, ``bucket``, ``adapter``, ``end``, ``reply`` (a completion came from other weights) or
-            ``generate``.
+        phase: Phase of the weight update in which the error occurred: ``begin``, ``bucket``, ``adapter``, ``end``, ``reply``
+            (a completion was sampled with other weights) or ``generate``.
         version: Version of the weights that was sent or expected.
     """
 
@@ -189,7 +189,7 @@ class CheckpointError(PosttrainError, RuntimeError):
 
 
 class MissingDependencyError(PosttrainError, ImportError):
-    """Raised if an optional package is needed but not installed."""
+    """Raised if a feature needs an optional package that is not installed."""
 
 
 def did_you_mean(value: object, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
@@ -210,7 +210,7 @@ def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
 
 def raised_at(error: BaseException, besides: str = "") -> str:
     """Return the file and line of the last stack frame of an error in the user's code. Frames in the file ``besides`` are
-    ignored. Frames in libraries are only returned if there are no other frames. Return "" if no frame remains.
+    ignored. Frames in libraries are returned only if there are no other frames. Return "" if no frame remains.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != besides]
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<frozen")] or frames
@@ -233,7 +233,7 @@ def refuse_unknown_arguments(
     Args:
         cls: Class whose constructor was called.
         names: Unknown keywords.
-        fixes: Replacements of some of the unknown keywords, as text.
+        fixes: Text with the replacement for some of the unknown keywords. The key is the keyword.
         error: Class of the error. None: `ArgumentTypeError`.
 
     Raises:

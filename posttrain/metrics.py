@@ -31,12 +31,12 @@ class Metric:
 
 
 def mean(values: float | Tensor, mask: Tensor | None = None, weight: float | Tensor | None = None) -> Metric:
-    """Return a metric for the mean over the entries at which ``mask`` is True. Without a mask, the mean is over all entries.
-    When metrics are merged, means are weighted by their number of entries.
+    """Return a metric for the mean over the elements at which ``mask`` is True. Without a mask, the mean is over all
+    elements. When metrics are merged, means are weighted by their numbers of elements.
 
     Args:
         values: A number, or a tensor of any shape.
-        mask: Mask of the entries to include, in the shape of ``values``.
+        mask: Mask of the elements to include, in the shape of ``values``.
         weight: Number of items, if ``values`` is already the mean over these items.
     """
     if isinstance(values, int | float):
@@ -57,14 +57,14 @@ def total(value: float | Tensor) -> Metric:
 
 
 def minimum(values: float | Tensor, mask: Tensor | None = None) -> Metric:
-    """Return a metric for the smallest value of the log window among entries at which ``mask`` is True. An empty tensor is
+    """Return a metric for the smallest value in the log window among elements at which ``mask`` is True. An empty tensor is
     ignored.
     """
     return _extreme("min", values, mask, math.inf)
 
 
 def maximum(values: float | Tensor, mask: Tensor | None = None) -> Metric:
-    """Return a metric for the largest value of the log window among entries at which ``mask`` is True. An empty tensor is
+    """Return a metric for the largest value in the log window among elements at which ``mask`` is True. An empty tensor is
     ignored.
     """
     return _extreme("max", values, mask, -math.inf)
@@ -92,8 +92,8 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 
     def __init__(self) -> None:
         self._items: dict[str, Metric] = {}
-        # Values that were appended to names to which no metric was added. Appended values are stored individually, so that
-        # callers can read them.
+        # Values that were appended under names for which no metric was added. Appended values are stored individually, so
+        # that callers can read them.
         self._appended: dict[str, list[float]] = {}
 
     def __getitem__(self, name: str) -> Series:
@@ -228,7 +228,7 @@ class Series(Sequence[float]):
 def _merge(a: Metric, b: Metric) -> Metric:
     if a.reduction in ("mean", "sum"):
         return Metric(a.reduction, a.value + b.value, a.weight + b.weight)
-    # Sort tensors before numbers.
+    # Put tensors before numbers.
     first, second = sorted((a.value, b.value), key=lambda value: isinstance(value, int | float))
     if isinstance(first, int | float):
         return Metric(a.reduction, min(first, second) if a.reduction == "min" else max(first, second))

@@ -1,8 +1,8 @@
 """Entry points of installed packages (`entries`, `load`, `call`), and imports of posttrain's own extensions (`module`).
 
-A package registers an object under an entry point group (see `docs/extend.md`). Our own extensions use the same groups.
-`module` imports a module of `posttrain.extensions` by name, without an entry point. Modules outside of `posttrain.extensions`
-import extensions only through this file.
+A package registers an object under an entry point group (see `docs/extend.md`). posttrain's own extensions use the same
+groups. `module` imports a module of `posttrain.extensions` by name, without an entry point. Modules outside of
+`posttrain.extensions` import extensions only through this file.
 """
 
 from __future__ import annotations

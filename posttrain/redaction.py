@@ -59,8 +59,8 @@ def is_secret_name(name: str) -> bool:
 def hide_secrets(value: object) -> Any:
     """Return a copy of a value without secrets.
 
-    Mapping entries are removed if their name is the name of a secret. In text, secrets after a flag or a name, in URLs and in
-    JSON are replaced. Values that look like keys of known services are replaced too. A list may be a command line.
+    Keys of mappings are removed if they are names of secrets. In text, secrets after a flag or a name, in URLs and in JSON
+    are replaced. Values that look like keys of known services are replaced too. A list may be a command line.
 
     >>> hide_secrets({"hub_token": "x", "eos_token": "</s>", "kwargs": {"token": "y", "revision": "main"}})
     {'eos_token': '</s>', 'kwargs': {'revision': 'main'}}
@@ -110,7 +110,7 @@ def _hidden_pair(found: re.Match[str]) -> str:
     return f"{found['before']}{quote}{HIDDEN}{quote}"
 
 
-# Character that joins the parts of an emoji. Replacing it with its code would split the emoji.
+# Character that joins several characters to one emoji. Replacing it with its code would split the emoji.
 JOINER = "\u200d"
 
 

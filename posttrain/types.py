@@ -10,7 +10,7 @@ Shape letters in all docstrings and comments of the package:
 - ``B``: rows of a batch, i.e. of the inputs of one forward pass
 - ``T``: tokens of a row, including padding
 - ``S``: sequences of a batch. A sequence is one prompt with one completion.
-- ``N``: trained tokens (``loss_mask.sum()``)
+- ``N``: tokens in the loss (``loss_mask.sum()``)
 - ``V``: vocabulary size
 - ``H``: hidden size
 - ``P``: prompts
@@ -23,7 +23,7 @@ Names in all modules:
 - ``ref_logp``: log-probability under the frozen reference
 - ``rollout_logp``: log-probability as reported by the sampling engine
 - ``advantages``: rewards relative to a baseline
-- ``loss_mask``: mask of trained tokens
+- ``loss_mask``: mask of tokens in the loss
 
 **Per-token tensors are aligned with the token they describe.** ``logp[b, t]`` is the log-probability *of* the token
 ``input_ids[b, t]``, given the tokens to which it may attend. ``Batch.predictor[b, t]`` is the column whose hidden state
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
     AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
     EvalSets: TypeAlias = AnyDataset | Mapping[str, AnyDataset]
-    # Log-probs of sampled tokens: a mapping from a name to one list per sequence.
+    # Type of log-probs of sampled tokens. The key is the name of the log-probs. The value contains one list per sequence.
     LogProbs: TypeAlias = Mapping[str, list[list[float]]]
 
 __all__ = [
@@ -89,15 +89,15 @@ class Row:
     Attributes:
         prompt_ids: Token ids shared by all completions. May be empty (plain language modeling).
         completions: Token ids of each completion, without the prompt.
-        loss_masks: One list per completion. The entries are 1 for trained tokens and 0 for other tokens.
+        loss_masks: One list per completion. The values are 1 for tokens in the loss and 0 for other tokens.
         sequence_columns: Columns with one number per completion, e.g. ``{"advantages": [0.5, -0.5]}``.
         token_columns: Columns with one number per completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
         model_kwargs: Additional arguments of the model's forward method, such as images, which are passed on unchanged.
-        prompt_mask: Mask that is 1 for trained prompt tokens. A prompt token is trained only once, regardless of the number
-            of completions.
-            None: no prompt token is trained.
-        pictures: Lists of images. The first list contains the images of the prompt, and each further list those of one
-            completion. The attribute ``start`` of an image is the index of its first placeholder token. Empty: no images.
+        prompt_mask: Mask that is 1 for prompt tokens in the loss. A prompt token contributes to the loss only once,
+            regardless of the number of completions. None: no prompt token is in the loss.
+        pictures: Lists of images. The first list contains the images of the prompt. Each further list contains the images of
+            one completion. The attribute ``start`` of an image is the index of its first placeholder token. Empty: no
+            images.
     """
 
     prompt_ids: list[int]
@@ -160,7 +160,8 @@ class Leaf(NamedTuple):
     """End of a sequence in a prefix tree.
 
     Attributes:
-        segment: Index of the segment that contains the last token of the sequence. -1 for a sequence without tokens.
+        segment: Index of the segment that contains the last token of the sequence. The index is -1 for a sequence without
+            tokens.
         prompt: Number of tokens of the prompt of the sequence.
         length: Number of tokens of prompt and completion together.
         row: Index of the `Row` of the sequence, among the rows that were collated together.
@@ -181,16 +182,16 @@ class Batch:
     packed documents, preference pairs, GRPO groups and branches of an agent's history are special cases of prefix trees.
 
     Attributes:
-        input_ids: ``(B, T)`` int64.
-        position_ids: ``(B, T)`` int64. The positions of a segment continue the positions of its parent.
-        seen_until: ``(B, T)`` int64, column after the last token that attends to this token. 0 for padding. Column q attends to
-            column k if ``k <= q < seen_until[k]``.
-        predictor: ``(B, T)`` int64, column whose hidden state predicts this token. The column is only valid where
-            ``loss_mask`` is True.
-        loss_mask: ``(B, T)`` bool, True for trained tokens. A trained token always has a predictor.
-        sequence: ``(B, T)`` int64, index in ``[0, S)`` of the sequence to which a completion token belongs. -1 for all other
-            tokens.
-        num_sequences: S.
+        input_ids: ``(B, T)`` int64 token ids.
+        position_ids: ``(B, T)`` int64 positions. The positions of a segment continue the positions of its parent.
+        seen_until: ``(B, T)`` int64 index of the column after the last token that attends to this token. 0 for padding.
+            Column q attends to column k if ``k <= q < seen_until[k]``.
+        predictor: ``(B, T)`` int64 index of the column whose hidden state predicts this token. The column is valid only
+            where ``loss_mask`` is True.
+        loss_mask: Bool tensor ``(B, T)``, True for tokens in the loss. A token in the loss always has a predictor.
+        sequence: ``(B, T)`` int64 index in ``[0, S)`` of the sequence to which a completion token belongs. The index is -1
+            for all other tokens.
+        num_sequences: Number of sequences S.
         segments: Segments of all trees, ordered by row and column. Not a tensor.
         leaves: Ends of the S sequences, one `Leaf` per sequence.
         dense_mask: Whether attention uses a dense mask, for models that do not support segments (see `Layout`).
@@ -200,8 +201,8 @@ class Batch:
             rollout.
         ref_logp: ``(B, T)`` float32 log-probs under the reference.
         rollout_logp: ``(B, T)`` float32 log-probs from the sampling engine.
-        expected_grad: Gradient ``(B, T)`` of the loss with respect to the log-probs, if it is known before the forward
-            pass. The gradient can be a `TokenLoss` if the loss of each token depends only on the token's own log-prob.
+        expected_grad: ``(B, T)`` gradient of the loss with respect to the log-probs, if it is known before the forward pass.
+            The gradient can be a `TokenLoss` if the loss of each token depends only on the token's own log-prob.
         columns: Additional per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name, e.g. labels, margins and weights.
         model_kwargs: Additional arguments of the model's forward method, which are passed on unchanged.
         pictures: Tuples of row, column of the first placeholder, and image, in column order.
@@ -226,13 +227,13 @@ class Batch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     pictures: list[tuple[int, int, Any]] = field(default_factory=list)
-    # Number of trained tokens, and the version of ``loss_mask`` for which the number was computed. The number is cached,
+    # Number of tokens in the loss, and the version of ``loss_mask`` for which the number was computed. The number is cached,
     # because counting on a GPU synchronizes the host with the GPU.
     _counted: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return a copy of the batch with all tensors on ``device``. If the tensors are on the CPU, trained tokens are
-        counted before.
+        """Return a copy of the batch with all tensors on ``device``. If the tensors are on the CPU, the tokens in the loss
+        are counted before the copy.
         """
         moved: dict[str, Any] = {}
         for item in fields(self):
@@ -262,15 +263,15 @@ class Batch:
         """Reshape per-sequence values ``(S,)`` to ``(S / size, size)``, with one row per collated `Row` and one column per
         completion.
 
-        The result is only correct for batches that were collated with ``whole_rows=True`` from rows with ``size`` completions
-        each.
+        The result is correct only for batches that were collated with ``whole_rows=True`` from rows with ``size``
+        completions each.
         """
         order = sorted(range(self.num_sequences), key=self.origin.__getitem__)
         return values[order].view(-1, size)
 
     def spread_rows(self, values: Tensor, size: int) -> Tensor:
-        """Repeat the value of each collated `Row`, ``(S / size,)``, for each of its sequences, ``(S,)``. `grouped` is the
-        inverse.
+        """Repeat the ``(S / size,)`` values of collated `Row` objects for each of their sequences. Return ``(S,)`` values.
+        `grouped` is the inverse.
         """
         order = sorted(range(self.num_sequences), key=self.origin.__getitem__)
         out = values.new_zeros(self.num_sequences)
@@ -279,8 +280,8 @@ class Batch:
 
     @property
     def by_sequence(self) -> tuple[Tensor, Tensor, int]:
-        """``loss_mask``, ``sequence`` and S, which are the arguments of `posttrain.losses.reduce.sequence_sum` after the
-        values.
+        """Tuple of ``loss_mask``, ``sequence`` and S. These are the arguments that follow the values in
+        `posttrain.losses.reduce.sequence_sum`.
         """
         return self.loss_mask, self.sequence, self.num_sequences
 
@@ -308,8 +309,8 @@ class Batch:
 
     @property
     def shares(self) -> Tensor | None:
-        """Weight ``(S,)`` of each sequence: its fraction of the trained tokens of its episode. None if every sequence is a
-        separate episode.
+        """``(S,)`` weights of sequences. The weight of a sequence is its fraction of the episode's tokens in the loss. None
+        if every sequence is a separate episode.
 
         Each branch of an episode is a sequence. The weights of an episode's sequences sum to 1, so that an episode has the
         weight of one sequence in means.
@@ -324,7 +325,7 @@ class Batch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Number of trained tokens, N."""
+        """Number N of tokens in the loss."""
         if self._counted is not None and self._counted[1] == self.loss_mask._version:
             return self._counted[0]
         return int(self.loss_mask.sum())
@@ -368,17 +369,19 @@ class ModelOutputs:
         logp: ``(B, T)`` float32 log-prob of each token; 0 outside ``loss_mask``.
         entropy: ``(B, T)`` float32 entropy in nats of the distribution that predicts each token; 0 outside
             ``loss_mask``.
-        correct: ``(B, T)`` bool, whether the token was the most likely token.
-        mean_logit: ``(B, T)`` mean over the vocabulary of the logits that predict a token; 0 outside ``loss_mask``.
-        collision: ``(B, T)`` ``log sum_v p_v^2`` of the distribution that predicts a token; 0 outside ``loss_mask``.
+        correct: Bool tensor ``(B, T)``, True if the token was the most likely token.
+        mean_logit: ``(B, T)`` mean logit over the vocabulary at the position that predicts the token; 0 outside
+            ``loss_mask``.
+        collision: ``(B, T)`` values ``log sum_v p_v^2`` of the distribution that predicts the token; 0 outside
+            ``loss_mask``.
         log_mass: ``(B, T)`` logarithm of the total probability of all tokens that the sampler's truncation keeps. The sampled
             token is always included. ``log_mass`` has no gradient.
         scores: ``(S,)`` reward-model scores.
         values: ``(B, T)`` value-head outputs.
-        logits: ``(N, V)`` logits of trained tokens in ``loss_mask`` order. None if they were not requested.
+        logits: ``(N, V)`` logits of the tokens in the loss, in the order of ``loss_mask``. None if they were not requested.
         aux_loss: Load-balancing loss of mixture-of-experts models, without its coefficient.
-        compared: Results of a comparison with another model (distillation) by name, ``(N, ...)`` in ``loss_mask``
-            order.
+        compared: Results of a comparison with another model (distillation) by name. Each result is a tensor ``(N, ...)`` in
+            the order of ``loss_mask``.
     """
 
     logp: Tensor | None = None
@@ -431,14 +434,14 @@ class LossTerms:
         mask: Bool mask with the shape of ``terms``. Terms are ignored where the mask is False.
         reduction: Name of the reduction, see `posttrain.losses.reduce`.
         sequence: ``(B, T)`` sequence index, needed by ``sequence_token`` and ``constant``.
-        num_sequences: S.
+        num_sequences: Number of sequences S.
         constant: Fixed length by which the reduction ``constant`` divides.
-        count: Name of the count in `Denominators.named` by which the reduction ``token`` divides. None: the number of trained
-            tokens.
-        extra: Additional losses with their own reduction, such as an entropy bonus. The values of additional losses are added
-            to the value of this loss.
+        count: Name of the count in `Denominators.named` by which the reduction ``token`` divides. None: the number of tokens
+            in the loss.
+        extra: Additional losses that are reduced separately, such as an entropy bonus. The values of additional losses are
+            added to the value of this loss.
         metrics: Metrics to log.
-        share: ``(S,)`` weight of each sequence in means over sequences, see `Batch.shares`. None: all weights are 1.
+        share: ``(S,)`` weights of sequences in means over sequences; see `Batch.shares`. None: all weights are 1.
         sums: Statistics that are summed over the passes of an optimizer step, for `Method.end_step`. None: no
             statistics.
     """
@@ -463,7 +466,7 @@ class Truncation:
     Attributes:
         top_k: Keep the k most likely tokens; 0 is off.
         top_p: Keep the smallest set with this probability mass; 1 is off.
-        min_p: Drop tokens below this share of the most likely token's probability; None or 0 is off.
+        min_p: Drop tokens whose probability is below this fraction of the most likely token's probability; None or 0 is off.
         never: Ids that are never sampled. Probabilities of all other tokens are computed without these ids.
     """
 
@@ -478,7 +481,7 @@ class Truncation:
 
 
 WHOLE = Truncation()  # No truncation.
-# Logit bias that gives a token probability 0. Unlike minus infinity, JSON can represent it.
+# Logit bias that gives a token probability 0. In contrast to minus infinity, the value can be represented in JSON.
 NEVER = -1e9
 
 
@@ -491,7 +494,7 @@ class Sampling:
         temperature: Number by which logits are divided. 0: greedy decoding.
         top_k: Keep the k most likely tokens; 0 is off.
         top_p: Keep the smallest set with this probability mass; 1 is off.
-        min_p: Drop tokens below this share of the most likely token's probability; None or 0 is off.
+        min_p: Drop tokens whose probability is below this fraction of the most likely token's probability; None or 0 is off.
         repetition_penalty: Number that divides positive logits, and multiplies negative logits, of tokens that already
             occurred. 1: no penalty.
         stop_token_ids: Token ids that end a completion. The stop token is part of the completion.
@@ -675,7 +678,7 @@ class State:
 
     Attributes:
         step: Number of finished optimizer steps.
-        epoch: Number of trained epochs, including the fraction of the current epoch.
+        epoch: Number of finished epochs, plus the finished fraction of the current epoch.
         ranks: All processes of the run.
         own: State that the method keeps between steps, see `posttrain.methods.base.Method.start`. None: no state.
     """
@@ -698,8 +701,8 @@ class Advantages:
         start: Index in ``values`` of this rank's first completion.
         columns: Columns by name, with one number per completion of this rank. The objective reads them from `Batch.columns`.
         token_columns: Columns by name, with one list per sequence of this rank, such as log-probs that the objective needs.
-        left_out: Indices of this rank's completions that are excluded from training.
-        keep: One mask per completion of this rank, which is 1 for trained tokens. None: the loss masks do not change.
+        left_out: Indices of this rank's completions that are excluded from the loss.
+        keep: One mask per completion of this rank, which is 1 for tokens in the loss. None: the loss masks do not change.
         unbounded: ``values`` before clipping to ``±MOST_ADVANTAGE`` (`posttrain.losses.advantages`). None: ``values`` were
             not clipped.
         group_std: ``(n / G,)`` standard deviation of each group of all ranks. None without groups.

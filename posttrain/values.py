@@ -35,7 +35,9 @@ def scalar(value: object) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a single real number of any library. Return False for text and for arrays with dimensions."""
+    """Return whether a value is a single real number, of a type of Python or any library. Return False for text and for
+    arrays with dimensions.
+    """
     return isinstance(value, SupportsFloat) and not isinstance(value, complex) and not getattr(value, "shape", ())
 
 
@@ -132,7 +134,7 @@ def is_messages(value: object) -> bool:
 
 
 def without_none(value: object) -> Any:
-    """Remove mapping entries with the value None, at any depth. List items that are None are kept."""
+    """Remove keys with the value None from mappings, at any depth. List items that are None are kept."""
     # Compare exact types first, because most values are text, and isinstance with Mapping is the slowest check.
     kind = type(value)
     if kind is str:
@@ -147,7 +149,9 @@ def without_none(value: object) -> Any:
 
 
 def strip_none(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the ``None`` entries that Arrow adds to messages, tools and template arguments of rows with different keys."""
+    """Remove the keys with the value None that Arrow adds to messages, tools and template arguments if rows have different
+    keys.
+    """
     return {
         name: without_none(value) if name in NESTED_COLUMNS and isinstance(value, list | dict) else value
         for name, value in row.items()

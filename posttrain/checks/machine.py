@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of checkpoints that must fit on the disk. A new checkpoint is written before an old one is removed.
+# Number of checkpoints that must fit on the disk. It is 2, because a new checkpoint is written before an old checkpoint is
+# removed.
 CHECKPOINTS_AT_ONCE = 2
 # Maximum number of names that an error message lists.
 NAMES_LISTED = 5
 HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
-# ROOM_ANYWHERE: bytes that every machine is assumed to have. SHARE_UNTRACED: fraction of the free memory. If a rough upper
-# bound of the needed memory is smaller, no exact estimate is computed.
+# ROOM_ANYWHERE is the number of bytes of memory that every machine is assumed to have. SHARE_UNTRACED is a fraction of the
+# free memory. If a rough upper bound of the needed memory is below this fraction, no exact estimate is computed.
 ROOM_ANYWHERE, SHARE_UNTRACED = 2**30, 0.25
-# Number of tokens in a forward pass that the rough upper bound assumes.
+# Number of tokens in a forward pass that the rough upper bound of the memory assumes.
 MOST_TOKENS = 16_384
 
 
@@ -71,14 +72,14 @@ def check_strangers(names: Sequence[str], *, folder: str, resumed: bool) -> Find
 
 
 def check_disk_space(free: int, checkpoint: int, *, folder: str, limit: int | None = None) -> Finding | None:
-    """Return a finding if the disk has no space for two checkpoints. Otherwise return None. Two are needed, because a new
-    checkpoint is written before an old one is removed.
+    """Return a finding if the disk has no space for two checkpoints. Otherwise return None. The disk must have space for two
+    checkpoints, because a new checkpoint is written before an old checkpoint is removed.
 
     Args:
         free: Free bytes.
         checkpoint: Approximate bytes of one checkpoint.
         folder: ``output_dir``.
-        limit: ``save_total_limit``. The advice depends on it.
+        limit: Value of ``save_total_limit``, which determines the advice in the finding.
     """
     if free >= CHECKPOINTS_AT_ONCE * checkpoint:
         return None
@@ -133,8 +134,8 @@ def check_gpu_memory(
 
 @probe("config", "PT-L004")
 def ports_of_servers(context: Context) -> list[Finding]:
-    """Check that the port for weight updates is free. If the port belongs to another run, this run could connect to the
-    other run's server.
+    """Check that the port for weight updates is free. If another run uses the port, this run could connect to that run's
+    server.
     """
     args = context.args
     if not args.use_vllm or args.vllm_mode != "server":
@@ -143,7 +144,7 @@ def ports_of_servers(context: Context) -> list[Finding]:
     host = urlsplit(url).hostname if isinstance(url, str) else args.vllm_server_host
     if host not in HERE or not port or port_is_free(port):
         return []
-    # This finding is only a warning, because the weights may use another transport.
+    # This finding is only a warning, because weights may be sent in another way that does not need the port.
     return [finding(
         "PT-L004", "warning", f"vllm_group_port={port} is in use by another process.", "vllm_group_port",
         "the run could not listen on this port, or it would talk to another run's server.",
@@ -163,8 +164,8 @@ class Need:
 
     Attributes:
         package: Requirement in pip's syntax, such as ``vllm>=0.27.0``. ``!=0.30.1`` excludes a broken version.
-        feature: Key in `FEATURES` of the feature that needs the package.
-        tested: Latest tested version. It is None if newer versions cause no problems.
+        feature: Feature that needs the package, as a key of `FEATURES`.
+        tested: Latest tested version, or None if newer versions cause no problems.
         reason: Reason for the minimum version.
     """
 
@@ -184,7 +185,7 @@ class Need:
         return self.requirement.name
 
 
-# Setting that enables each feature. Error messages begin with this text.
+# Setting that enables each feature. Error messages about the feature begin with this text.
 FEATURES = {
     "core": "posttrain",
     "liger": "use_liger_kernel=True",
@@ -262,7 +263,9 @@ def required_version(package: str, needs: str) -> str | None:
 
 @functools.cache
 def needs_of_core() -> tuple[Need, ...]:
-    """Return the requirements in posttrain's metadata. The environment may have changed since the installation."""
+    """Return the requirements in posttrain's metadata. They are checked, because packages may have changed since the
+    installation.
+    """
     return tuple(
         Need(f"{requirement.name}{requirement.specifier}", "core")
         for requirement in requirements_of("posttrain")
@@ -287,7 +290,7 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
 
     Args:
         args: A trainer's config.
-        parts: Other arguments of the trainer, by name.
+        parts: Arguments of the trainer other than its config, by name.
     """
     from posttrain.models.quantised import bits_asked
 
@@ -403,7 +406,9 @@ def versions(context: Context) -> Iterable[Finding | None]:
 
 
 def verdict() -> list[str]:
-    """Return one line for each problem with an installed package. Include packages of features that are not used."""
+    """Return one line for each problem with an installed package. Packages of all features are checked, even of features
+    that the run does not use.
+    """
     findings = [item for item in check_versions(dict.fromkeys(FEATURES, True)) if item.code != "PT-V001"]
     return [f"{item.code} ({item.severity}): {item.what} {item.fix}" for item in [*findings, *_binaries()]]
 
@@ -418,8 +423,8 @@ LONG_ROW = 4096
 
 
 def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
-    """Return the smallest change that an addition can make to a 16-bit weight. It is half the distance to the next number.
-    Smaller changes are rounded to 0.
+    """Return the smallest change that an addition can make to a 16-bit weight. It is half the distance between the weight
+    and the next representable number. Smaller changes are rounded to 0.
 
     >>> round(smallest_update("bfloat16"), 6)
     6.1e-05
@@ -473,8 +478,8 @@ def check_devices(*, visible: int, processes: int = 1) -> Finding | None:
 
 
 def check_launch(environment: Mapping[str, str], processes: int) -> Finding | None:
-    """Return a finding if several processes were requested but do not form one run. Otherwise return None. There are two
-    cases: only one process was started, or each process trains separately.
+    """Return a finding if several processes were requested but do not form one run. Otherwise return None. Either only one
+    process was started, or each process trains separately.
 
     ``accelerate launch --cpu`` exports a rendezvous address, then runs the script once and ignores ``--num_processes``.
     torchrun starts all processes. Without an accelerator, they form a process group only with ``use_cpu=True``.
@@ -512,7 +517,7 @@ def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> 
 
     Args:
         implementation: Attention backend of the model.
-        packed: Whether a row contains several documents.
+        packed: Whether a packed row can contain several documents.
         row_tokens: Tokens of a row.
     """
     if not packed or implementation not in ("sdpa", "eager") or row_tokens < LONG_ROW:
@@ -544,7 +549,7 @@ def memory_limit(args: PostTrainingConfig) -> int | None:
 
 @probe("config", "PT-M001", part="model_name")
 def weights_fit(context: Context) -> Iterable[Finding | None]:
-    """Check that weights and optimizer states fit into memory. The shapes in the model's config decide."""
+    """Check that weights and optimizer states fit into memory. The sizes are computed from the model's config."""
     from posttrain.checks.memory import compare_weights
     from posttrain.models.memory import available_memory
 

@@ -36,17 +36,18 @@ logger = logging.getLogger(__name__)
 # Fraction of the free memory that a run may use. The rest is a reserve. Estimates can be wrong by up to 20 %, and the
 # allocator cannot use all memory.
 PLANNED_SHARE = 0.9
-# Limits for the peak memory, as fractions of the total memory. Above FULL_SHARE, longer rows may not fit. Below IDLE_SHARE,
-# at least half of the memory is unused.
+# Limits for the peak memory, as fractions of the total memory. If the peak is above FULL_SHARE, longer rows may not fit. If
+# it is below IDLE_SHARE, at least half of the memory is unused.
 FULL_SHARE, IDLE_SHARE = 0.94, 0.5
-# Memory counts as fragmented if more than this fraction of the device's memory is reserved by the allocator but contains no
-# tensors.
+# Maximum fraction of the device's memory that the allocator may reserve without using it for tensors. If the fraction is
+# larger, the memory is fragmented.
 FRAGMENTED = 0.15
-# Ranks count as unbalanced if the busiest rank has more than this multiple of the mean number of tokens.
+# Maximum ratio of the busiest rank's number of tokens to the mean over ranks. If the ratio is larger, ranks are unbalanced.
 IMBALANCE = 1.25
-# A finding is reported if generation takes more than this fraction of the step time.
+# Maximum fraction of the step time that generation may take. A larger fraction is reported.
 GENERATION_SHARE = 0.75
-# Default maximum length of a row and of a prompt, in tokens. They apply if data and config give no length.
+# Default maximum lengths of a row and of a prompt, in tokens. They are used if neither the data nor the config limits the
+# length.
 ASSUMED_ROW, ASSUMED_PROMPT = 1024, 256
 
 
@@ -92,7 +93,8 @@ def check_estimate(
 def check_dry_step(
     needed: int, available: int, *, tokens: int, where: str, failed: bool, divisible: bool = True
 ) -> Finding | None:
-    """Return a finding if the dry step ran out of memory, or needed more than the planned share. Otherwise return None.
+    """Return a finding if the dry step ran out of memory, or needed more than the planned fraction of the memory. Otherwise
+    return None.
 
     Args:
         needed: Peak memory in bytes. It includes the optimizer states that the first update will add.
@@ -132,12 +134,13 @@ class Profile:
         batch, accumulation: ``per_device_train_batch_size`` and ``gradient_accumulation_steps``.
         pass_tokens, row_tokens: Number of tokens of the largest micro-batch, and maximum number of tokens of a row.
         standing: Bytes of weights, gradients and optimizer states. They do not depend on the batch size.
-        longest_seen, longest: Tokens of the longest trained row so far, and of the longest row of the data. 0 means unknown.
+        longest_seen, longest: Number of tokens of the longest row used for training so far, and of the longest row in the
+            dataset. 0 means unknown.
         tokens_per_second: Number of tokens per second over all processes, without padding.
         mfu: Model FLOPS utilization in percent, or None if it is unknown.
         imbalance: Number of tokens of the busiest process, divided by the mean over processes. Durations do not show
-            imbalance, because all processes wait for the slowest one.
-        generation: Share of the time spent on generation. It is None for methods that do not sample.
+            imbalance, because all processes wait for the slowest process.
+        generation: Fraction of the time spent on generation. None for methods that do not sample.
         checkpointing: Whether activations are recomputed.
     """
 
@@ -203,8 +206,8 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
 
 
 def _larger_passes(seen: Profile) -> str:
-    """Return advice to use larger micro-batches. If none fit, return an empty string. If micro-batches reach
-    ``max_row_tokens``, the advice is to increase it. Otherwise the advice is to increase the batch size.
+    """Return advice to use larger micro-batches. If no larger micro-batch fits, return an empty string. If micro-batches
+    already have ``max_row_tokens`` tokens, advise to increase this option. Otherwise, advise to increase the batch size.
     """
     factor = min(max((PLANNED_SHARE * seen.total - seen.standing) / max(seen.peak - seen.standing, 1), 1.0), 64.0)
     # Reduce the factor, to reserve memory for rows that are longer than all rows so far.
@@ -226,14 +229,16 @@ def _larger_passes(seen: Profile) -> str:
 
 
 def batch_sizes(batch: int, accumulation: int) -> list[int]:
-    """Return all batch sizes per device that divide the effective batch size. With each of them, it can stay the same."""
+    """Return all batch sizes per device that divide the effective batch size. With each of these sizes, the effective batch
+    size can stay the same.
+    """
     whole = batch * accumulation
     return [size for size in range(1, whole + 1) if whole % size == 0]
 
 
 def larger_batch(batch: int, accumulation: int, factor: float) -> tuple[int, int] | None:
-    """Return a larger batch size and its accumulation steps. The effective batch size stays the same. If none fits, return
-    None.
+    """Return a larger batch size and its accumulation steps. The effective batch size stays the same. If no larger batch
+    size is possible, return None.
 
     The result is the largest batch size that is at most ``factor`` times ``batch``.
 
@@ -246,7 +251,9 @@ def larger_batch(batch: int, accumulation: int, factor: float) -> tuple[int, int
 
 @dataclass(frozen=True)
 class Lengths:
-    """Number of tokens of the longest prompt and of the longest completion, and the source of the numbers."""
+    """Lengths in tokens of the longest prompt and of the longest completion, and a text that names the source of these
+    lengths.
+    """
 
     prompt: int
     completion: int
@@ -262,7 +269,7 @@ def _compares(traits: Traits, args: PostTrainingConfig) -> bool:
 
 
 def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
-    """Return the maximum lengths that the config allows. They apply if there is no data.
+    """Return the maximum lengths that the config allows. These lengths are used if no data is available.
 
     Args:
         traits: Traits of the method.
@@ -346,7 +353,7 @@ def plan(
         batch_size: Batch size. None means the batch size of the config.
         bits: Bits per quantized weight, with scales (see `posttrain.models.quantised.weight_bits`). None means the bits of
             the configs.
-        pixels: Function that prepares the images of N copies of the longest row. It is None if rows contain only text.
+        pixels: Function that prepares the images of N copies of the longest row. None if rows contain only text.
         model: The policy, if it is loaded. Weights of a loaded model already have their final dtype.
     """
     from posttrain.data.forest import collate
@@ -391,7 +398,7 @@ def plan(
 
 
 def _kind(traits: Traits, args: PostTrainingConfig, *, images: bool) -> dict[str, Any]:
-    """Return the properties of the policy in the estimate that depend on the method and its config."""
+    """Return the properties of the policy that the estimate needs and that depend on the method and its config."""
     kind = "causal" if traits.generative else "sequence"
     return {"kind": kind, "freeze_vision": args.freeze_vision, "images": images}
 
@@ -507,7 +514,7 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
     loaded = [] if model is None else list(model.parameters())
     weights = sum(parameter.nbytes for parameter in loaded)
     if args.device.type == "cpu" and loaded:
-        # Loaded weights count as free memory, because the estimate includes them.
+        # Add the memory of loaded weights to the free memory, because the estimate includes these weights.
         process = max(in_use("cpu") - weights, 0)
     # The model may already contain its adapter.
     adapter = context.peft_config or next(iter(adapters_of(model).values()), None)

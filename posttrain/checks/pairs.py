@@ -35,9 +35,10 @@ AGREEMENT_CODES = ("PT-D036",)
 
 # Minimum number of pairs for findings with a percentage.
 PAIRS_NEEDED = 20
-# Maximum shares of affected preference pairs. A larger share is reported. SHARE_LONGER: the same side is longer.
-# SHARE_ENDING: only one side has an end token. CUT_ONE_SIDE: only one side is truncated. SHARE_FLIPPED: the reference
-# prefers the rejected answer.
+# Maximum fractions of affected preference pairs. A larger fraction is reported. SHARE_LONGER is the maximum fraction of
+# pairs in which the same side (chosen or rejected) is longer. SHARE_ENDING is the maximum fraction of pairs in which only
+# one answer has an end token. CUT_ONE_SIDE is the maximum fraction of pairs in which only one answer is truncated.
+# SHARE_FLIPPED is the maximum fraction of pairs in which the reference prefers the rejected answer.
 SHARE_LONGER, SHARE_ENDING, CUT_ONE_SIDE, SHARE_FLIPPED = 0.85, 0.8, 0.05, 0.9
 
 
@@ -78,7 +79,7 @@ def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int
     # Some templates add one or two line breaks after the end-of-turn token. The last three tokens are therefore searched.
     ended = [[not stops.isdisjoint(answer[-3:]) for answer in row.completions] for row in rows]
     odd = [index for index, (a, b) in enumerate(ended) if a != b]
-    # An answer counts as truncated if it reaches the limit and has no end token.
+    # Treat an answer as truncated if it reaches the limit and has no end token.
     cut = [
         i for i in odd if limit and len(rows[i].prompt_ids) + len(rows[i].completions[ended[i].index(False)]) >= limit
     ]
@@ -154,16 +155,17 @@ def prompt_left_over(context: Context) -> Iterator[Finding]:
 
 # Pairs as text -------------------------------------------------------------------------------------------------------
 
-# Names of score columns. The side is a prefix or suffix: chosen_score, score_chosen, ...
+# Names of score columns. The words "chosen" and "rejected" are added as a prefix or suffix, for example chosen_score and
+# score_chosen.
 SCORES = ("score", "rating", "reward", "score_overall")
-# NEAR_DIFFERENCE: maximum difference of nearly equal texts, as a share of the longer text. NEAR_SHARE: normal share of
-# nearly equal pairs in real datasets.
+# NEAR_DIFFERENCE is the maximum difference of nearly equal texts, as a fraction of the length of the longer text. NEAR_SHARE
+# is the usual fraction of pairs with nearly equal answers in real datasets.
 NEAR_DIFFERENCE, NEAR_SHARE = 0.02, 0.001
 
 
 @dataclass
 class PairScan:
-    """Suspicious pairs of a dataset. A comparison of all pairs' texts finds them.
+    """Suspicious pairs of a dataset, which were found by comparing the texts of all pairs.
 
     Attributes:
         total: Number of pairs.
@@ -198,7 +200,7 @@ class PairScan:
         return (min(estimates), max(estimates)) if estimates else None
 
     def findings(self) -> list[Finding]:
-        """Return findings about all pairs."""
+        """Return the findings about the suspicious pairs."""
         rate = self.flip_rate()
         smoothing = f"label_smoothing={rate[1]:.2f}" if rate else "label_smoothing near the fraction of flipped labels"
         estimate = f" Estimated flip rate {_span(*rate)}." if rate else ""
@@ -264,7 +266,7 @@ def scan_pairs(rows: Iterable[Mapping[str, Any]], scores: tuple[str, str] | None
             _compare_scores(scan, index, row.get(scores[0]), row.get(scores[1]))
         if chosen == rejected:
             continue
-        # A question with another image counts as another prompt.
+        # Treat equal questions with different images as different prompts.
         prompt = (
             str([row.get(name) for name in PROMPT_COLUMNS]) if has_pictures([row]) else answers_of(row.get("prompt"))
         )
@@ -298,7 +300,8 @@ def _compare_scores(scan: PairScan, index: int, chosen: Any, rejected: Any) -> N
 
 
 def nearly_equal(first: str, second: str, share: float = NEAR_DIFFERENCE) -> bool:
-    """Return whether two texts differ in only one place, by at most a share of the longer text. Ignore whitespace and case.
+    """Return whether two texts differ in only one place, by at most a fraction of the length of the longer text. Ignore
+    whitespace and case.
 
     >>> nearly_equal("The answer to the question about the number of planets in our system is 8", "the  answer" +
     ...     " to the question about the number of planets in our system is 9")
@@ -313,13 +316,13 @@ def nearly_equal(first: str, second: str, share: float = NEAR_DIFFERENCE) -> boo
 
 # Policy, reference and judge, before and during training ---------------------------------------------------------------
 
-# Maximum difference between policy and reference at the start, in nats per token. Precomputed log-probs have other rounding
-# errors, because they come from batches of a different shape. On a 135M model in bfloat16, the maximum difference was 0.063
-# nats per token for short answers. The first loss differed by up to 0.0085. The tolerances below are about two and four
-# times these values. A reference with different weights exceeds the tolerance per token. A reference in a different
-# precision exceeds the tolerance of the loss: in a test, the loss differed by 0.055.
+# Maximum difference between policy and reference at the start, in nats per token. Precomputed log-probs have different
+# rounding errors, because they were computed with batches of a different shape. On a 135M model in bfloat16, the maximum
+# difference was 0.063 nats per token for short answers. The first loss differed by up to 0.0085. The tolerances below are
+# about two and four times these values. A reference with different weights exceeds the tolerance per token. A reference in a
+# different precision exceeds the tolerance of the loss: in a test, the loss differed by 0.055.
 TOLERANCE = {"float32": 1e-3, "half": 0.15}
-LOSS_OFF = {"float32": 0.02, "half": 0.04}  # Maximum difference of the first sigmoid loss from ln 2.
+LOSS_OFF = {"float32": 0.02, "half": 0.04}  # Maximum difference between the first sigmoid loss and ln 2.
 
 
 def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, given: bool = False) -> Finding | None:
@@ -351,7 +354,9 @@ def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, giv
 
 
 def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float]) -> Finding | None:
-    """Check whether the reference gives higher summed log-probs to nearly all rejected answers. Labels may be flipped."""
+    """Check whether the reference prefers nearly all rejected answers, i.e. gives them higher summed log-probs. The labels
+    may then be flipped.
+    """
     if len(chosen) < PAIRS_NEEDED:
         return None
     share = sum(r > c for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
@@ -368,12 +373,13 @@ def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float
 
 
 # Two human annotators prefer the same answer in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs (arXiv:2203.02155,
-# section 3.4). Below AGREES, the labels are wrong, or the reward model uses other criteria than annotators.
+# section 3.4). If the agreement is below AGREES, the labels are wrong, or the criteria of the reward model differ from those
+# of annotators.
 AGREES, INVERTED = 0.55, 0.45
 
 
 def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Finding | None:
-    """Compute how often a reward model prefers the chosen answer. A tie counts as half an agreement.
+    """Compute how often a reward model prefers the chosen answer. Equal scores are counted as half an agreement.
 
     Args:
         scores: Scores of the chosen and the rejected answer. The key is the number of the pair.
@@ -407,10 +413,10 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
 
 # Checks of a run's pairs ----------------------------------------------------------------------------------------
 
-# PAIRS_JUDGED: maximum number of pairs that the reward model scores. EXCERPT: maximum number of characters of a text in
-# suspect_pairs.jsonl.
+# PAIRS_JUDGED is the maximum number of pairs that the reward model scores. EXCERPT is the maximum number of characters of a
+# text in suspect_pairs.jsonl.
 PAIRS_JUDGED, EXCERPT = 512, 200
-# Row number, prompt, chosen answer and rejected answer of a pair.
+# Type of a pair, which consists of the row number, prompt, chosen answer and rejected answer.
 Pair = tuple[int, Any, Any, Any]
 
 
@@ -459,7 +465,7 @@ class PairWatch:
             note_suspects(self.args.output_dir, reason, [row for row in rows if row["row"] in against])
 
     def _text_pairs(self, raw: object) -> Iterator[Pair]:
-        """Yield raw pairs. They are evenly spaced over a dataset. From a stream, the first pairs are taken."""
+        """Yield raw pairs. The pairs are evenly spaced over a dataset, or the first pairs of a stream."""
         from posttrain.data.preference import maybe_extract_prompt
 
         if not {"chosen", "rejected"} <= set(raw.column_names or ()):
@@ -499,7 +505,8 @@ class PairWatch:
 
         Args:
             batch: The first micro-batch.
-            log_ratio: Function that returns the log-ratios ``(S,)`` of policy and reference. They are summed as in the loss.
+            log_ratio: Function that returns the log-ratios ``(S,)`` of policy and reference. Log-probs are summed over
+                tokens in the same way as in the loss.
             half: Whether the policy computes in half precision.
             loss: Mean loss, if it must be ln 2 before the first update. Otherwise None.
         """

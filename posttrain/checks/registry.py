@@ -1,7 +1,8 @@
 """Registry of checks. Every check has a fixed code, a name, a moment at which it runs, and a page in the documentation.
 
-A check consists of an entry in the registry (`register`), a function that runs at a moment (`probe`), and the text of its
-finding (`finding`). New modules in this package need no registration, because `load` imports all modules.
+A check has three components: a registered code and name (`register`), a function that runs at a given moment of a run
+(`probe`), and the text of its finding (`finding`). New modules in this package need no registration, because `load` imports
+all modules.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ AREAS = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Entry in the registry of checks.
+    """Registered check: its code, its name, and the moment at which it runs.
 
     Attributes:
         code: ``PT-`` with a letter of `AREAS` and three digits. A code is never reused.
-        name: A few words, joined by hyphens. ``silence_findings`` accepts the name or the code.
+        name: Name of the check, which consists of a few words joined by hyphens. ``silence_findings`` accepts the name or
+            the code.
         moment: Moment at which the check runs.
         title: Short description of the problem.
         page: Page of the documentation below ``assumptions/``, such as ``"f"``.
@@ -86,11 +88,11 @@ class Context:
         tokenizer: Tokenizer or processor.
         train_dataset, eval_dataset: The raw datasets.
         rows: Tokenized sample of the training set.
-        sample: The same ``rows`` as a `posttrain.checks.rows.RowSample` with cached results of checks, if available.
+        sample: A `posttrain.checks.rows.RowSample` of the same ``rows`` with cached results of checks, if available.
         limit: Maximum length in tokens to which ``rows`` were truncated.
         peft_config: Config of the trained adapter.
         processes: Number of ranks.
-        parts: Other arguments of the trainer (``reward_funcs``, ``teacher_model``, ...). The key is the argument's name.
+        parts: Further arguments of the trainer (``reward_funcs``, ``teacher_model``, ...). The key is the argument's name.
     """
 
     trainer: str
@@ -127,7 +129,7 @@ def register(code: str, name: str, *, moment: Moment, title: str, page: str = ""
     """Add a check to the registry.
 
     Raises:
-        ConfigError: The code is not like ``PT-D013``, or the code or the name already exists.
+        ConfigError: The code does not have the form of ``PT-D013``, or the code or the name already exists.
     """
     match = CODE.fullmatch(code)
     if match is None or match[1] not in AREAS:
@@ -151,7 +153,7 @@ def finding(code: str, severity: Severity, what: str, where: str, why: str, fix:
         severity: ``error`` stops a run. It is used only for settings that cannot be intended. ``warning`` and ``info`` are
             logged.
         what: The problem, with its values.
-        where: Rows, fields or a step.
+        where: Location of the problem: rows, fields or a step.
         why: Consequence of the problem.
         fix: Advice for the user.
 
@@ -227,7 +229,7 @@ def lookup(key: str) -> Check:
     )
 
 
-# Each entry has a check's code, its name, the moment of the run, its title and its documentation page.
+# Each item contains a check's code, its name, the moment at which it runs, its title and its documentation page.
 CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-C001", "train-half-precision", "config", "16-bit weights that the learning rate is too small to change", ""),
     ("PT-C004", "train-data-parallel", "config", "several GPUs or processes requested, but only one process runs", ""),
@@ -376,7 +378,7 @@ for code, name, moment, title, page in CODES:
 
 
 MODES = ("error", "warn", "off")
-REPEATED = 100  # A finding is logged when it occurs first, and then at every 100th occurrence.
+REPEATED = 100  # A finding is logged at its first occurrence, and then at every 100th occurrence.
 KEPT = 20  # Maximum number of recorded findings per code. Further findings are only counted.
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.WARNING}
 
@@ -424,8 +426,8 @@ class Result:
 
     Attributes:
         runs: Number of times the check ran.
-        seconds: Duration of the check. If one function implements several checks, each check has an equal part of the
-            duration.
+        seconds: Duration of the check. If one function implements several checks, its duration is divided equally among
+            them.
         findings: Findings with their numbers of occurrences.
         failed: Error message of the check, if it raised an error.
     """
@@ -467,7 +469,7 @@ class Preflight:
         self.results: dict[str, Result] = {}
         self.seconds: dict[str, float] = {}
         self.reported: list[Finding] = []
-        self.notes: dict[str, Any] = {}  # Additional entries of preflight.json.
+        self.notes: dict[str, Any] = {}  # Additional fields of preflight.json.
         # Whether the report has changed since the file was written.
         self.changed = True
 
@@ -551,8 +553,8 @@ class Preflight:
         """Log findings. Repeated findings are logged every 100th time. If some findings are errors, raise an error.
 
         Args:
-            findings: Findings. None entries are ignored.
-            log: Whether this process logs the findings. It is False if another process logs them.
+            findings: Findings. Findings that are None are ignored.
+            log: Whether this process logs the findings. False if another process logs them.
 
         Returns:
             Findings that were logged.

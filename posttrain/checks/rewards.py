@@ -21,14 +21,14 @@ from posttrain.rewards.format import CosineScaledReward, SoftOverlongPunishment
 from posttrain.types import Advantages, Finding
 
 FLAT_GENERATIONS = 20
-# OUTLIER_RATIO: a reward above this multiple of the median is an outlier. LARGE_REWARD: maximum reward if advantages are not
-# scaled.
+# A reward above OUTLIER_RATIO times the median is an outlier. LARGE_REWARD is the maximum absolute reward for which no
+# finding is reported if advantages are not scaled.
 OUTLIER_RATIO, LARGE_REWARD = 50.0, 100.0
 HISTOGRAM_BINS = 8
 
 
 def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool) -> Iterator[Finding]:
-    """Find outliers among the rewards. If advantages are not divided by a standard deviation, also find large rewards.
+    """Find outliers among the rewards. If advantages are not divided by a standard deviation, find large rewards too.
 
     Args:
         rewards: Rewards of each function in a generation. NaN means that the function did not score a completion.
@@ -80,11 +80,12 @@ def check_clipped(far: int, total: int, largest: float | None = None) -> Finding
 
 
 def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:
-    """Return a finding about a length penalty that no completion can reach. If completions can reach it, return None.
+    """Return a finding about a length penalty that no completion can reach. If some completions can reach the penalty,
+    return None.
 
     Args:
         limit: Number of tokens at which the penalty is -1.
-        ramp: Number of tokens before the limit in which the penalty increases.
+        ramp: Number of tokens before the limit over which the penalty grows from 0 to -1.
         longest: Maximum number of tokens of a completion.
     """
     if limit <= longest:
@@ -111,7 +112,8 @@ def unreachable_penalties(context: Context) -> Iterable[Finding | None]:
 
 
 def histogram(values: Sequence[float]) -> str:
-    """Return a text with the number of occurrences of each value. Many different values are counted in ranges.
+    """Return a text with the number of occurrences of each value. If there are many different values, return the number of
+    values in each of several ranges.
 
     >>> histogram([0.0, 0.0, 1.0])
     '0: 2, 1: 1'
@@ -149,7 +151,7 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
     )
 
 
-# A finding is reported if the standard deviation of one reward function is more than this multiple of the second largest one.
+# Maximum ratio of the largest to the second largest standard deviation of the reward functions. A larger ratio is reported.
 SPREAD_RATIO = 20.0
 # Names of arguments that every reward function can have. Columns of the dataset are additional arguments.
 SUPPLIED = frozenset([*ROWS, "prompt_ids", *TRAINERS_ARGUMENTS])
@@ -177,7 +179,7 @@ class RunningReward:
     high: float = -math.inf
 
     def add(self, values: Sequence[float]) -> RunningReward:
-        """Return statistics that include the rewards of another generation. NaN counts as missing."""
+        """Return statistics that include the rewards of another generation. NaN is treated as a missing reward."""
         known = [value for value in values if not math.isnan(value)]
         count, mean, squares = self.count, self.mean, self.squares
         for value in known:
@@ -235,18 +237,20 @@ def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[s
 
 # A run has no usable reward if more than UNSCORED_SHARE of the rows have no reward in UNSCORED_BATCHES consecutive batches.
 UNSCORED_SHARE, UNSCORED_BATCHES = 0.5, 5
-# Numbers of generations after which the variance share of each reward function is logged.
+# Numbers of generations after which each reward function's share of the total variance is logged.
 GENERATIONS_REPORTED = (1, 10, 100)
 # A group is narrow if the standard deviation of its rewards is below NARROW_SPREAD times the standard deviation of all
 # rewards. A message is logged if more than NARROW_SHARE of the groups are narrow.
 NARROW_SPREAD, NARROW_SHARE = 1e-3, 0.2
-# GROUPS_NEEDED: minimum number of groups for the message about narrow groups. GROUPS_REMEMBERED: number of newest groups for
-# computing the share of narrow groups.
+# GROUPS_NEEDED is the minimum number of groups for the message about narrow groups. GROUPS_REMEMBERED is the number of most
+# recent groups from which the fraction of narrow groups is computed.
 GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
 
 
 class Notice(NamedTuple):
-    """Message without a code. A message with a given key is logged when it occurs first, and at every 100th occurrence."""
+    """Message without a code. A message with a given key is logged at its first occurrence, and then at every 100th
+    occurrence.
+    """
 
     key: str
     text: str
@@ -259,11 +263,11 @@ class RewardHistory:
 
     Attributes:
         generations: Number of generations.
-        unscored: Number of consecutive generations without any reward, up to the newest one.
-        mostly_unscored: Number of consecutive generations with more than `UNSCORED_SHARE` unscored rows, up to the newest
-            one.
+        unscored: Number of consecutive generations without any reward, up to the newest generation.
+        mostly_unscored: Number of consecutive generations whose fraction of unscored rows is above `UNSCORED_SHARE`, up to
+            the newest generation.
         running: Statistics of the rewards of each function.
-        flat: Number of consecutive generations in which all advantages were 0, up to the newest one.
+        flat: Number of consecutive generations in which all advantages were 0, up to the newest generation.
         flat_rewards: Total rewards of up to `FLAT_GENERATIONS` of these generations.
         totals: Statistics of the total rewards.
         spreads: Standard deviations of up to `GROUPS_REMEMBERED` newest groups.
@@ -314,12 +318,11 @@ def findings(
         table: Rewards of all ranks.
         history: Result of `extended` for this generation.
         scaled: Whether advantages are divided by a standard deviation.
-        clipped: Number of clipped advantages, number of all advantages, and maximum absolute value before clipping (if
-            known).
-        columns: Names of the dataset columns that functions got.
+        clipped: Three values: the number of clipped advantages, the number of all advantages, and the maximum absolute value
+            before clipping (if known).
+        columns: Names of the dataset columns that were passed to reward functions.
         stop_after: Number of consecutive generations without a signal after which the run stops. None: the run never stops.
-        min_group_std: Standard deviation below which a group has no advantages. It is None if groups are not scaled
-            separately.
+        min_group_std: Standard deviation below which a group has no advantages. None if groups are not scaled separately.
     """
     if history.mostly_unscored:
         yield from _unscored_generations(table, history, columns)
@@ -349,13 +352,13 @@ def findings(
 def unscored_rows(
     table: RewardTable, groups: Tensor, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]
 ) -> Iterator[Notice]:
-    """Find rows that no function scored. Also find groups in which a function scored only some rows.
+    """Find rows that no function scored, and groups in which a function scored only some rows.
 
     Args:
         table: Rewards of all processes.
         groups: ``(n,)`` group number of each row.
-        prompts: Prompts of this process, for the message.
-        columns: Dataset columns of this process, for the message.
+        prompts: Prompts of this process, which the message quotes.
+        columns: Dataset columns of this process, which the message quotes.
     """
     missing = table.values.isnan()  # (n, K)
     unscored = missing.all(-1)  # (n,)
@@ -447,7 +450,8 @@ def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[st
                 )
 
 
-# UNREADABLE_SHARE: maximum share of references that cannot be parsed. ROWS_READ: maximum number of rows for the check.
+# UNREADABLE_SHARE is the maximum fraction of references that cannot be parsed. ROWS_READ is the maximum number of rows that
+# the check reads.
 UNREADABLE_SHARE, ROWS_READ = 0.05, 100_000
 
 

@@ -1,7 +1,7 @@
 """Checks of tokenized rows. A finding contains a code, the affected rows, the consequence, and the fix.
 
-A *sequence* is a prompt with one completion, or only a prompt if completions are sampled later. Findings count rows. Row
-numbers are indices into the checked list of rows, unless the caller passes other numbers.
+A *sequence* is a prompt with one completion, or only a prompt if completions are sampled later. Findings count rows. By
+default, row numbers are indices into the checked list of rows.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TokenSequence:
         row: Index of the completion's row.
         completion: Index of the completion in its row, or None if the completion is sampled later.
         ids: Token ids of prompt and completion.
-        trained: Whether each token is trained. The first token is never trained, because no token predicts it.
-        start: Index of the first token of the completion. It is ``len(ids)`` if there is no completion.
+        trained: Whether each token contributes to the loss. The first token never contributes, because no token precedes it.
+        start: Index of the first token of the completion. ``len(ids)`` if there is no completion.
     """
 
     row: int
@@ -58,7 +58,7 @@ class RowSample:
         tokenizer: Tokenizer of the rows.
         limit: Maximum number of tokens to which rows were truncated, or None.
         numbers: Row numbers for messages. If None, messages contain indices.
-        examples: Index of one affected row for each code. The checks fill this mapping.
+        examples: Mapping from codes to the index of one affected row, which the checks fill.
     """
 
     rows: Sequence[Row]
@@ -78,7 +78,7 @@ class RowSample:
         """Token ids that end a turn or a text."""
         try:
             return frozenset(terminal_token_ids(self.tokenizer))
-        # The template may reject the conversation that is rendered to find the end-of-turn token.
+        # The template may reject the conversation with which the end-of-turn token is determined.
         except PosttrainError:
             eos = self.tokenizer.eos_token_id
             return frozenset() if eos is None else frozenset({int(eos)})
@@ -145,7 +145,7 @@ class RowSample:
 
 
 def sequences_of(rows: Sequence[Row]) -> list[TokenSequence]:
-    """Return all sequences of all rows, in order. Prompt tokens count as not trained."""
+    """Return all sequences of all rows, in order. Prompt tokens are treated as tokens without loss."""
     sequences = []
     for index, row in enumerate(rows):
         prompt = list(row.prompt_ids)
@@ -192,7 +192,7 @@ SHARE_OF_NOISE = 0.01
 BOUNDARY_TOKENS = 8
 DAMAGED = re.compile("[\ufffd\ud800-\udfff]")
 
-# Indices of the affected rows, and the severity of the finding.
+# Type of a rule's result: the indices of the affected rows, and the severity of the finding.
 Seen = tuple[Iterable[int], Severity]
 
 
@@ -202,8 +202,8 @@ def _outside(sample: RowSample) -> Seen:
 
 
 def _bos_double(sample: RowSample) -> Seen:
-    """Find rows with two adjacent bos tokens. Also find rows with a later bos token, unless the template begins every turn
-    with bos.
+    """Find rows with two adjacent bos tokens. If the template does not begin every turn with bos, find rows with any later
+    bos token too.
     """
     bos = sample.tokenizer.bos_token_id
     several = [s for s in sample.sequences if bos is not None and s.ids.count(bos) > 1]
@@ -225,7 +225,7 @@ def _eos_double(sample: RowSample) -> Seen:
 
 
 def _eos_untrained(sample: RowSample) -> Seen:
-    """Find rows whose last trained token is not an end token. On such rows, the model does not learn to stop. Trailing
+    """Find rows whose last token in the loss is not an end token. From such rows, the model does not learn to stop. Trailing
     whitespace and truncated rows are ignored.
     """
     candidates = [s for s in sample.sequences if any(s.trained) and not sample.cut(s)]
@@ -245,7 +245,7 @@ def _untrained(sample: RowSample) -> Seen:
 
 
 def _empty(sample: RowSample) -> Seen:
-    """Find completions without tokens, and completions whose trained tokens are all special tokens or whitespace."""
+    """Find completions without tokens, and completions in which all tokens in the loss are special tokens or whitespace."""
 
     def wordless(s: TokenSequence) -> bool:
         trained = list(itertools.compress(s.ids, s.trained))
@@ -285,15 +285,15 @@ def _space_would_merge(sample: RowSample, sequence: TokenSequence) -> bool:
 
 
 def _damaged(sample: RowSample) -> Seen:
-    """Find rows with replacement characters or lone surrogates in their text. A character that truncation has split is
-    ignored.
+    """Find rows with replacement characters or lone surrogates in their text. A replacement character from a character that
+    truncation has split is ignored.
     """
     texts = ((s, sample.decode(s.ids)) for s in sample.sequences)
     return (s.row for s, t in texts if DAMAGED.search(t.strip("\ufffd") if sample.cut(s) else t)), "warning"
 
 
 def _unknown(sample: RowSample) -> Seen:
-    """Find rows that contain the unknown token. If bos, eos or pad is the same token, no rows are returned."""
+    """Find rows that contain the unknown token. If the unknown token is also used as bos, eos or pad, return no rows."""
     tokenizer = sample.tokenizer
     unk = tokenizer.unk_token_id
     if unk is None or unk in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
@@ -445,7 +445,9 @@ def dropped_rows(before: int, after: int, *, reasons: str = "", missing: Sequenc
 
 
 def diverged_prompts(diverged: int, total: int) -> Finding | None:
-    """Return a finding about prompts whose tokens change when the completion follows. If there are none, return None."""
+    """Return a finding about prompts whose tokens differ with and without a completion after them. If there are no such
+    prompts, return None.
+    """
     if not diverged:
         return None
     return Finding(
@@ -462,7 +464,9 @@ def diverged_prompts(diverged: int, total: int) -> Finding | None:
 
 @probe("data", *(f"PT-D{number:03}" for number in (*range(1, 12), 13)))
 def sampled_rows(context: Context) -> Iterable[Finding]:
-    """Check a sample of the training set. Findings are errors only if no row is trained, or if an id has no embedding."""
+    """Check a sample of the training set. Findings are errors only if no row contributes to the loss, or if an id has no
+    embedding.
+    """
     if not context.rows:
         return
     sample = context.sample or RowSample(context.rows, context.tokenizer, context.limit)
@@ -516,8 +520,8 @@ def _messages(value: object) -> list[Mapping[str, Any]]:
 
 
 def _beyond_model(context: Context) -> bool:
-    """Return whether a row contains a token id without an embedding. Ids beyond the tokenizer's vocabulary can have one,
-    because some models have more embeddings than the tokenizer has tokens.
+    """Return whether a row contains a token id without an embedding. Ids beyond the tokenizer's vocabulary can have an
+    embedding, because some models have more embeddings than the tokenizer has tokens.
     """
     text = text_of(context.model_config)
     size = None if text is None else text.vocab_size
@@ -527,7 +531,7 @@ def _beyond_model(context: Context) -> bool:
 
 ROW_CODES = ("PT-D030", "PT-D031", "PT-D032")
 CONVERSATIONS = ("messages", "conversations")
-WHOLE = (*CONVERSATIONS, "text")  # Columns that contain a whole row.
+WHOLE = (*CONVERSATIONS, "text")  # Columns that contain the complete text of a row.
 ANSWERS = ("completion", "chosen", "rejected", "reference")
 # Keys of a message that can hold its content.
 SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")
@@ -541,8 +545,9 @@ def columns_of(
 
     Args:
         columns: Columns of the dataset.
-        prompts_only: Whether completions are sampled. Apart from the prompt, only reward functions then read columns.
-        unread: Columns of other tasks.
+        prompts_only: Whether completions are sampled. In this case, only the prompt is needed, and the columns that reward
+            functions read.
+        unread: Columns that belong to datasets of other tasks and are not needed.
         ids: Names of columns with token ids. If the dataset has one of them, text columns are not read.
     """
     if set(columns) & set(ids):
@@ -552,7 +557,8 @@ def columns_of(
 
 
 def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Return why a row cannot be trained, e.g. because a required column is empty. If the row can be trained, return "".
+    """Return the reason why a row cannot be used for training, e.g. that a required column is empty. If the row can be used,
+    return "".
 
     >>> fault({"messages": []}, ["messages"]), fault({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
     ('empty `messages`', '')
@@ -580,15 +586,15 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
 
 def is_open(row: Mapping[str, Any], filled: bool) -> bool:
-    """Return whether an environment will fill the prompt of a row. Such a prompt is empty. ``filled`` is True if there is an
-    environment.
+    """Return whether the prompt of a row is empty and an environment will write it. The argument ``filled`` is True if there
+    is an environment.
     """
     return filled and row.get("prompt") == [{"role": "user", "content": ""}]
 
 
 def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Return why a row is probably wrong: no assistant turn, a blank answer, equal answers or an odd turn. Otherwise return
-    "".
+    """Return the reason why a row is probably wrong: no assistant turn, a blank answer, equal answers, or an odd turn. If
+    there is no reason, return "".
 
     >>> doubt({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
     'no assistant turn in `messages`'
@@ -652,11 +658,11 @@ def write_lines(folder: str | None, name: str, lines: Iterable[Mapping[str, Any]
 
 
 def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write pairs to ``suspect_pairs.jsonl``. They replace earlier entries with the same reason.
+    """Write pairs to ``suspect_pairs.jsonl``. They replace earlier lines with the same reason.
 
     Args:
         folder: Folder of the run.
-        reason: Reason for the suspicion.
+        reason: Reason why the pairs are suspicious.
         rows: Row numbers and texts.
     """
     path = Path(folder or ".").expanduser() / SUSPECTS

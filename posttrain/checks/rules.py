@@ -2,8 +2,9 @@
 are applied to the whole log.
 
 A rule consists of a code, the names of its metrics, a window in optimizer steps, a predicate, and the texts of its finding.
-`check_log` applies the rules to the newest row of a log, and `review` applies them to every row. A log row can be the mean
-of ten steps. Such a row covers ten steps of a window. Thresholds without a cited source are choices of this project.
+`check_log` applies the rules to the newest row of a log, and `review` applies them to every row. A log row can contain the
+means over several steps, e.g. ten. Such a row covers ten steps of a window. Thresholds without a cited source are choices of
+this project.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ CUT_AT_FIRST = 0.9  # Maximum share of completions that reach the length limit i
 # A finding is reported if the mean length increases by more than this factor, and the reward increases by less than a tenth
 # of its standard deviation.
 LENGTH_GROWTH = 1.5
-# Shares of tokens with weight 0. Above MASKED_SHARE, a warning is logged. Above MASKED_MOST, the warning advises to stop the
-# run.
+# Limits for the fraction of tokens with weight 0. If the fraction is above MASKED_SHARE, a warning is logged. If it is above
+# MASKED_MOST, the warning advises to stop the run.
 MASKED_SHARE, MASKED_MOST = 0.2, 0.9
 REWARD_SHARE = 0.3  # Maximum share of the step time that reward functions may take.
 DRIFT_STEPS = 50  # Window for measuring the growth of the mismatch, in optimizer steps.
 # Policy mismatch in nats per token. A finding is reported if the mismatch exceeds DRIFT and has increased by the factor
 # DRIFT_GROWTH. Above DRIFT_ALONE, a finding is reported even without an increase.
 DRIFT, DRIFT_GROWTH, DRIFT_ALONE = 0.1, 1.5, 0.5
-UNPAIRED = 0.5  # Maximum share of answer bytes without alignment between two tokenizers.
+UNPAIRED = 0.5  # Maximum fraction of answer bytes in tokens that cannot be aligned between two tokenizers.
 DISCARDED = 0.3  # Maximum share of discarded rollouts.
-SINKING = 5  # Consecutive decreases of the two rewards that cause a finding.
+SINKING = 5  # Number of consecutive decreases of both rewards that cause a finding.
 SATURATED = 10.0  # Reward margin above which the loss is saturated.
-# EVALUATIONS: number of consecutive evaluations with an accuracy below BACKWARDS that cause a finding.
+# A finding is reported if the accuracy is below BACKWARDS in EVALUATIONS consecutive evaluations.
 EVALUATIONS, BACKWARDS = 3, 0.45
 SPIKE = 10.0  # Maximum gradient norm, as a multiple of the median of earlier norms.
 ROWS_NEEDED = 6  # Minimum number of rows for a review of a whole log.
@@ -98,7 +99,7 @@ def columns(history: History, ending: str) -> list[str]:
 
 @dataclass(frozen=True)
 class View:
-    """Part of a log that a rule reads: all rows up to a given row.
+    """Rows of a log that a rule reads, which are all rows up to a given row.
 
     Attributes:
         history: Rows with ``step``, oldest first.
@@ -119,8 +120,8 @@ class View:
         return window(self.history, name or self.name, self.steps)
 
     def last(self, name: str, count: int) -> list[float]:
-        """Return up to ``count`` values of a metric, in order. They are from the newest training rows that contain the
-        metric.
+        """Return up to ``count`` values of a metric, in order. The values are those of the newest training rows that contain
+        the metric.
         """
         rows = (row for row in reversed(self.history) if name in row and ("loss" in row or name.startswith("eval_")))
         return [float(row[name]) for row in itertools.islice(rows, count)][::-1]
@@ -155,8 +156,8 @@ class Rule:
         why: Consequence of the problem.
         fix: Advice for the user.
         severity: ``error`` stops a run. ``warning`` and ``info`` are logged.
-        live: Whether the rule is applied during training. It is False if another check finds the problem during training, or
-            if the rule needs the whole log.
+        live: Whether the rule is applied during training. False if another check finds the problem during training, or if
+            the rule needs the whole log.
         title: Title on the page of a run. If empty, the title in the registry is used.
     """
 
@@ -194,8 +195,8 @@ class Rule:
 
 
 def _above(most: float, what: str, *, newest: bool = False) -> Callable[[View], Iterator[Sign]]:
-    """Return a predicate that yields a problem if a metric's mean over the window exceeds ``most``. With ``newest``, the
-    newest value is compared.
+    """Return a predicate that yields a problem if a metric's mean over the window exceeds ``most``. With ``newest=True``,
+    the newest value is used instead of the mean.
 
     The text ``what`` can contain ``{value}``, ``{percent}`` and ``{steps}``.
     """
@@ -375,7 +376,7 @@ def _discarded(view: View) -> Iterator[Sign]:
     dropped, produced = view.values(), view.values("async/produced")
     if dropped is None or produced is None or len(dropped) < 2:
         return
-    # Both metrics are totals since the start of the run. Their increases within the window are compared.
+    # Compare the increases of the two metrics within the window, because both metrics are totals since the start of the run.
     old, new = dropped[-1] - dropped[0], produced[-1] - produced[0]
     if new > 0 and old > DISCARDED * new:
         yield Sign(
@@ -567,7 +568,7 @@ class Verdict:
         rule: The rule.
         status: ``seen``: the rule has found the problem. ``clear``: the rule has not found it. ``unknown``: the log is too
             short.
-        evidence: Text of the last finding. It is empty unless the status is ``seen``.
+        evidence: Text of the last finding. Empty unless the status is ``seen``.
         spans: Ranges ``(first, last)`` of steps with the problem, in order.
     """
 
@@ -585,7 +586,7 @@ class Verdict:
 def review(history: History) -> list[Verdict]:
     """Apply all rules with named metrics to every row of a log. In the result, rules that have found a problem come first.
 
-    The window of a rule is at most a quarter of the log. Short runs are therefore checked, too.
+    The window of a rule is at most a quarter of the log. Therefore, short runs can be checked as well.
 
     Args:
         history: Rows with ``step``, oldest first.

@@ -17,7 +17,7 @@ from posttrain.types import Finding
 if TYPE_CHECKING:
     pass
 
-# The parity probe compares the log-probs of the trainer with those of the engine. The values are the number of token
+# The parity probe compares the log-probs of the trainer with those of the engine. The constants are the number of token
 # sequences, the length of a sequence, and the size of the largest sliding window that the probe tests.
 SEQUENCES, LENGTH, LONGEST = 4, 64, 2048
 
@@ -39,9 +39,9 @@ GAPS_QUANTISED, FAR_SHARE = (0.3, 2.0), 0.99
 NOISY = (2.0, 20.0)
 
 
-# A weight update counts as lost if more than the fraction MISSED of the expected change of log-probs is missing in the
-# engine. The missing change must also be above MOVED nats, and above CONCLUSIVE times the rounding noise of trainer and
-# engine.
+# Criteria for a lost weight update. The update is lost if the engine's log-probs lack more than the fraction MISSED of the
+# expected change. The missing change must also be above MOVED nats, and above CONCLUSIVE times the rounding noise of trainer
+# and engine.
 CONCLUSIVE, MISSED, MOVED = 3.0, 0.1, 1e-4
 
 
@@ -88,8 +88,8 @@ def check_parity(
         theirs: Log-probs computed by the engine.
         dtype: Dtype of the engine's weights. If the dtype is None, the largest limit applies.
         version: Version of the weights.
-        computed: Dtype of the trainer's forward pass. The less precise dtype decides the limits.
-        first: ``(ours, theirs)`` of the first comparison. None means that this comparison is the first one.
+        computed: Dtype of the trainer's forward pass. The less precise of the two dtypes determines the limits.
+        first: ``(ours, theirs)`` of the first comparison. None means that this is the first comparison.
         noise: Mean difference that rounding causes. It matters only if it is larger than the difference in the first
             comparison.
     """
@@ -126,7 +126,7 @@ class Probe:
 
     Attributes:
         sequences: Token ids.
-        logps: Log-probs of all tokens of each sequence except the first token.
+        logps: Log-probs of the tokens of each sequence, without the first token.
         computed: Dtype of the trainer's forward pass.
         noise: Mean difference between these log-probs and log-probs with other rounding errors, see `rounded_otherwise`. The
             first comparison underestimates the noise: a new adapter is zero, so merging it does not cause rounding errors.
@@ -139,7 +139,7 @@ class Probe:
 
 
 class Parity:
-    """Decides when log-probs of trainer and engines are compared. Stores the first comparison of each engine.
+    """Decides when the log-probs of trainer and engines are compared, and stores the first comparison of each engine.
 
     Args:
         every: Number of weight updates between two comparisons. None: comparisons are as frequent as the fraction
@@ -148,7 +148,7 @@ class Parity:
 
     def __init__(self, every: int | None) -> None:
         self.every, self.first = every, dict[str, tuple[Logps, Logps]]()
-        # Whether a comparison has taken place after training changed the log-probs.
+        # Whether log-probs have been compared after training changed them.
         self.moved = False
         self.ended: float | None = None
         self._cost, self._pushes = 0.0, 0
@@ -171,7 +171,9 @@ class Parity:
         self._cost, self._pushes = self.ended - began, 0
 
     def compare(self, probe: Probe, where: str, theirs: Logps, *, dtype: Any, version: int) -> Finding | None:
-        """Compare an engine's log-probs with the trainer's. Also compare their changes since the engine's first comparison."""
+        """Compare an engine's log-probs with the trainer's log-probs. In addition, compare how both have changed since the
+        engine's first comparison.
+        """
         first = self.first.get(where)
         self.moved = self.moved or (first is not None and mean_gap(probe.logps, first[0]) > 0)
         found = check_parity(

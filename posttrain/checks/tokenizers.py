@@ -52,23 +52,23 @@ CONVERSATIONS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class TokenizerMatch:
-    """Result of `compare_tokenizers`. An attribute that is a pair contains one value for each tokenizer.
+    """Result of `compare_tokenizers`. If an attribute is a pair, it contains one value for each tokenizer.
 
     Attributes:
         verdict: ``identical``; ``identical-padded`` (only the number of logits differs); ``superset`` (one tokenizer has
             additional ids); ``cross-tokenizer`` (different vocabularies, but both represent all bytes); or ``incompatible``.
         sizes: Number of tokens of each tokenizer.
         widths: Number of logits of each model, or None if it is unknown.
-        different: Number of ids with different bytes in the two tokenizers. Ids in only one tokenizer count, too.
+        different: Number of ids with different bytes in the two tokenizers. Ids that only one tokenizer has are included.
         common: Number of tokens with bytes that are in both vocabularies. The ids may differ.
         examples: First differences, as (id, bytes in the first tokenizer, bytes in the second). None means that the id is
             absent.
-        special: Ids of bos, eos, pad and unk that differ. The key is the name of the token.
-        stops: Ids at which each model stops generating. It is empty if they are equal.
+        special: Special tokens (bos, eos, pad, unk) whose ids differ. The key is the name of the token, and the value
+            contains the two ids.
+        stops: Ids at which each model stops generating. Empty if they are equal.
         texts: Probe texts with different ids.
-        templates: Number of conversations that the two chat templates render differently. It is None if a template is
-            missing.
-        bytes: Representation of text by each tokenizer: ``bytes``, ``byte-fallback``, ``pieces`` or ``unknown``.
+        templates: Number of conversations that the two chat templates render differently. None if a template is missing.
+        bytes: How each tokenizer represents text: ``bytes``, ``byte-fallback``, ``pieces`` or ``unknown``.
     """
 
     verdict: Verdict
@@ -85,7 +85,9 @@ class TokenizerMatch:
 
     @property
     def columns(self) -> int:
-        """Number of logits with a token in both models. All other logits are padding. They are removed before a softmax."""
+        """Number of logits that belong to a token in both models. All other logits are padding, which is removed before a
+        softmax.
+        """
         return min(*self.sizes, *(width for width in self.widths if width is not None))
 
 
@@ -119,7 +121,9 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 
 def probe_texts(first: Any, second: Any, extra: Iterable[str] = ()) -> list[str]:
-    """Return at least 200 texts: fixed texts, combinations of fixed texts, and the text of all special tokens."""
+    """Return at least 200 test texts. They are fixed texts, combinations of fixed texts, and the texts of all special
+    tokens.
+    """
     fixed = [text for text in PROBE_TEXTS if text]
     joined = [f"{a} {b}" for a, b in zip(fixed, fixed[7:] + fixed[:7], strict=True)]
     tight = [f"{a}{b}" for a, b in zip(fixed, fixed[13:] + fixed[:13], strict=True)]
@@ -183,7 +187,7 @@ def _verdict(
 ) -> Verdict:
     small, large = sorted(maps, key=len)
     added = [large[i].decode(errors="replace") for i in large.keys() - small.keys()]
-    # A text does not count as different if an additional token of the larger vocabulary is the only cause.
+    # Ignore a text if its ids differ only because of an additional token in the larger vocabulary.
     same_texts = all(any(token in text for token in added) for text in written)
     if all(large.get(i) == spelled for i, spelled in small.items()) and same_texts:
         if added:
@@ -206,7 +210,7 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
     prompt = messages[-1]["role"] == "user"
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    # A template may reject a role. The other template must then reject the role, too.
+    # A template may reject a role. The other template must then reject this role as well.
     except Exception as error:
         return f"refused: {type(error).__name__}"
 
@@ -218,8 +222,8 @@ def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _spelling(tokenizer: Tokenizer) -> str:
-    """Return how tokens represent text: as bytes, as characters with a byte fallback, or as pieces. Pieces may lose some
-    text.
+    """Return how tokens represent text: as bytes, as characters with a byte fallback, or as word pieces. Word pieces may
+    lose some text.
     """
     parts = _pipeline(tokenizer)
     text = json.dumps([parts.get("pre_tokenizer"), parts.get("decoder")])
@@ -244,8 +248,8 @@ def check_tokenizers(
     names: tuple[str, str] = ("student", "teacher"),
     extra: Sequence[str] = (),
 ) -> list[Finding]:
-    """Check whether the token ids of two models have the same meaning. Otherwise a loss over token ids cannot compare the
-    models.
+    """Check whether the token ids of two models have the same meaning. A loss that compares the models by token id requires
+    this.
 
     Args:
         student: Tokenizer of the trained model.
@@ -400,7 +404,7 @@ def check_special_tokens(
     generation_eos: int | Collection[int] | None = None,
     turn_end: int | None = None,
 ) -> list[Finding]:
-    """Check that generation stops at the token that ends trained texts, and that padding has its own token.
+    """Check that generation stops at the token that ends the training texts, and that padding has a separate token.
 
     Args:
         pad: Padding token id of the tokenizer.

@@ -38,8 +38,8 @@ FEW_TOKENS = 8  # Maximum number of tokens per completion in a trial step.
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
-# Config fields whose default intentionally differs from TRL's default. Each config and field is mapped to TRL's default, the
-# reason for the difference, and the setting that gives TRL's behavior.
+# Config fields whose default intentionally differs from TRL's default. The key is a config and a field. The value contains
+# TRL's default, the reason for the difference, and the setting that gives TRL's behavior.
 DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
     ("KTO", "train_sampling_strategy"): (
         "sequential",
@@ -107,7 +107,7 @@ def differences(config: Any) -> list[str]:
 
 @dataclass
 class Stage:
-    """Result of one stage of a check. If this part of the training command would prevent training, ``error`` contains the
+    """Result of one stage of a check. If the stage has found a problem that would prevent training, ``error`` contains the
     reason.
     """
 
@@ -188,7 +188,7 @@ class Checkup:
 
     @property
     def failed(self) -> list[str]:
-        """Checks that could not be completed, because their own code raised an error."""
+        """Checks that could not be completed because the code of the check raised an error."""
         results = {} if self.preflight is None else self.preflight.results
         return [f"{code}: {result.failed}" for code, result in sorted(results.items()) if result.failed]
 
@@ -279,7 +279,9 @@ class Checkup:
         return f"{_count(data)}, split {split!r}{test}{unused}; columns {', '.join(data.column_names or [])}"
 
     def _settings(self) -> str:
-        """Run all registered checks that need only the config, e.g. checks of versions, rollout servers and memory."""
+        """Run all registered checks that need only the config. Examples are the checks of versions, rollout servers and
+        memory.
+        """
         before = len(self.findings)
         self._report(self.preflight.run("config", self._context()))
         codes = sorted({code for probe in registry.PROBES.values() if probe.moment == "config" for code in probe.codes})
@@ -382,7 +384,7 @@ class Checkup:
             except ModelIsNextError:
                 return untried or "everything before the model is loaded"
             try_step(trainer, resume)
-        # Skip findings about the temporary folder. Also skip findings about completions, because the trial step samples only
+        # Skip findings about the temporary folder. Skip findings about completions too, because the trial step samples only
         # short completions.
         skipped = registry.codes_of("R", "log_step") if trainer.method.traits.samples else ()
         reported = trainer.run.checks.preflight.reported

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Command:
-    """Entry of a training command in the table `TRAINING`.
+    """Description of a training command in the table `TRAINING`.
 
     Attributes:
         method: Common prefix of the class names of the command's config and trainer, e.g. "GRPO".
@@ -41,7 +41,7 @@ class Command:
 
     @property
     def asks_servers(self) -> bool:
-        """Whether rollout servers can sample completions for the command."""
+        """Whether the command can request completions from rollout servers."""
         return "vllm_server_base_url" in self.config.__dataclass_fields__
 
 

@@ -21,8 +21,8 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class Forecast(transformers.TrainerCallback):
-    """Callback that prints an estimate of the remaining time after the second step. The first step is slower and is not
-    counted.
+    """Callback that prints an estimate of the remaining time after the second step. The first step is slower, so its
+    duration is ignored.
     """
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

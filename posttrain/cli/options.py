@@ -20,7 +20,8 @@ from typing import NamedTuple
 from posttrain.cli.commands import TRAINING
 from posttrain.errors import ConfigError, check_choice
 
-WRITTEN = {"PLANNED": "8"}  # Values of constants that are defaults in configs, by name.
+# Source text of the values of constants that configs use as defaults. The key is the constant's name.
+WRITTEN = {"PLANNED": "8"}
 MOST, RUN, TRANSFORMERS = "most used", "every run", "every run, from transformers.TrainingArguments"
 SENTENCE = re.compile(r"(?<!e\.g)(?<!i\.e)\. ")  # Pattern of the end of a sentence.
 ROOT = Path(__file__).parents[1]
@@ -51,7 +52,7 @@ MOST_USED = (
     "resume_from_checkpoint", "max_hours", "preflight", "warmup_steps", "lr_scheduler_type", "bf16", "gradient_checkpointing",
     "seed",
 )  # fmt: skip
-# Descriptions of frequently used options of transformers.TrainingArguments. The descriptions are shorter than those of
+# Descriptions of frequently used options of transformers.TrainingArguments. They are shorter than the descriptions in
 # transformers.
 COMMON = {
     "output_dir": "Folder of the run, with checkpoints, metrics and the trained model.",
@@ -176,7 +177,7 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
     lineage = _lineage(f"{chosen.method}Config")
     shared = [node for node in lineage if node.name == "PostTrainingConfig"]
     foreign = [node for node in lineage if node.name == "TrainingArguments"]
-    # A field is listed under the class that sets its default: the first class in this order that declares it.
+    # List each field under the class that sets its default, which is the first class in this order that declares the field.
     parts = {
         chosen.method: lineage[:1],
         f"{chosen.method} and related methods": [n for n in lineage[1:] if n not in shared + foreign],

@@ -1,5 +1,5 @@
-"""Command-line parser for dataclasses. Each field becomes an option. Entries of YAML files are converted like options of the
-command line.
+"""Command-line parser for dataclasses. Each field becomes an option. Values in YAML files are converted in the same way as
+options of the command line.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
 
 class PosttrainArgumentParser(HfArgumentParser):
-    """Subclass of `transformers.HfArgumentParser` that also reads a YAML file. Every boolean field has a ``--no_`` flag.
+    """Subclass of `transformers.HfArgumentParser` that reads options from the command line and from a YAML file. Every
+    boolean field has a ``--no_`` flag.
 
     The command line overrides the file, and the file overrides the dataclass's default. Values of the file are converted like
         options of the command line:
-    ``dtype: bf16`` is rejected like ``--dtype bf16``, and ``reward_funcs: accuracy_reward`` is a list of one.
+    ``dtype: bf16`` is rejected like ``--dtype bf16``, and ``reward_funcs: accuracy_reward`` is converted to a list with one
+    item.
 
     Args:
         dataclass_types: One or several dataclasses. The parser returns one instance of each, in this order.
@@ -97,8 +99,8 @@ class PosttrainArgumentParser(HfArgumentParser):
         separate_remaining_strings: bool = False,
         around: Callable[[list[str]], AbstractContextManager[None]] | None = None,
     ) -> tuple[Any, ...]:
-        """Parse the command line and its config file to instances of the dataclasses. With ``return_remaining_strings``, also
-        return the strings that belong to no known option.
+        """Parse the command line and its config file to instances of the dataclasses. With ``return_remaining_strings``,
+        return the strings that belong to no known option as well.
 
         The dataclasses are created inside the context ``around(strings)``, where ``strings`` are the strings that belong to
         no known option.
@@ -169,8 +171,8 @@ class PosttrainArgumentParser(HfArgumentParser):
         return rest + [token for key, value in given.items() for token in to_tokens(key, value)], kept
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse known options like argparse. If two classes have an option of the same name, only the field of the first
-        class is set.
+        """Parse known options like argparse. If two classes have options of the same name, only the field of the first class
+        is set.
         """
         return super().parse_known_args(args, _Shared() if namespace is None else namespace)
 
@@ -183,8 +185,8 @@ class PosttrainArgumentParser(HfArgumentParser):
         return [token for key, value in others for token in to_tokens(key, value)]
 
     def _meant(self, key: str, value: object, path: str | None) -> object:
-        """Return the intended value of a config file entry. YAML reads ``no`` and ``off`` as false. If one of these words is
-        a valid choice of the field, false is converted back to the word.
+        """Return the intended value of an option in a config file. YAML reads ``no`` and ``off`` as false. If one of these
+        words is a valid choice of the field, false is converted back to the word.
         """
         if isinstance(value, list) and None in value:
             raise ConfigError(f"{path}: {key}={value!r} has an empty item. Fix: remove the item.")
@@ -260,7 +262,7 @@ def load_config(path: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: the file is not valid YAML: {error}") from error
     names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-    # Check for duplicate keys, because YAML would silently use the last one.
+    # Check for duplicate keys, because YAML would silently use the last value.
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
         raise ConfigError(f"--config {path}: {twice[0]!r} is set twice. Fix: remove one of them.")
     if content is None:
@@ -281,8 +283,8 @@ def _apply_env(env: Any) -> None:
 
 
 def to_tokens(key: str, value: object, flags: bool = False) -> list[str]:
-    """Convert a config file entry to command-line tokens. With ``flags``, true is converted to a flag without value, and
-    false to no token.
+    """Convert an option in a config file to command-line tokens. With ``flags=True``, true is converted to a flag without
+    value, and false to an empty list.
     """
     name = f"--{key}"
     if isinstance(value, bool) and flags:

@@ -1,5 +1,5 @@
-"""Storage of the exit codes and stderr of launched processes. With it, the command can report which process failed first and
-why.
+"""Storage of the exit codes and stderr of launched processes. With these files, the command can report which process failed
+first, and why.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 # Environment variable with the path of a folder. A failing process stores its exit code in this folder, because launchers
 # always return 1.
 EXIT_CODES = "POSTTRAIN_EXIT_CODES"
-LINES = 30  # Number of last lines of stderr that are shown.
+LINES = 30  # Number of lines at the end of stderr that are shown.
 CRASH = "Fatal Python error"  # Text that `faulthandler` writes at the beginning of its report.
 
 

@@ -35,7 +35,8 @@ class Prepared(NamedTuple):
         findings: Problems that were found during preparation.
         cut: Number of truncated rows. None: the number is unknown. Rows whose length equals the limit are then treated as
             truncated.
-        numbers: Number of each row's example in the dataset. None: the numbers of the examples, or unknown.
+        numbers: Number of each row's example in the dataset. None: rows have the numbers of the sampled examples, or their
+            numbers are unknown.
         reasons: Reasons why rows were dropped.
     """
 
@@ -215,7 +216,8 @@ class Subject:
         if isinstance(self.method, AnswerMethod) and self.method.branches == ("chosen", "rejected"):
             findings += check_pairs(rows, limit=config.max_length, stops=terminal_token_ids(self.tokenizer))
         numbers = list(prepared[ROW]) if ROW in prepared.column_names else None
-        # Packing strategies that split rows do not truncate them. Without a report, the number of truncated rows is unknown.
+        # Packing strategies that split long rows do not truncate rows. Without a report, the number of truncated rows is
+        # unknown.
         cut = None if packs or not trainer.reports else report.truncated
         return Prepared(
             rows, [finding for finding in findings if finding is not None], cut, numbers, listed(report.dropped)

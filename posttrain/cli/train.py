@@ -1,5 +1,5 @@
-"""Training commands such as `posttrain sft` and `posttrain grpo`. A command creates a trainer from a config and trains, in
-its own process or with `accelerate launch`.
+"""Training commands such as `posttrain sft` and `posttrain grpo`. A command creates a trainer from a config and trains the
+model. Training runs in the process of the command or with `accelerate launch`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def named_object(path: str, option: str) -> Any:
 
     Args:
         path: Path of the object, e.g. ``module.name``.
-        option: Name of the command-line option, for messages.
+        option: Name of the command-line option, used in error messages.
 
     Raises:
         ConfigError: The file, module or name does not exist, or importing it fails.
@@ -114,7 +114,9 @@ def resume_from(config: Any) -> Any:
 
 
 def reward_functions(script_args: Any) -> list[Any]:
-    """Return the rewards that the options select: the reward model, if it is set, followed by the reward functions."""
+    """Return the rewards that the options select. The reward model comes first, if it is set, followed by the reward
+    functions.
+    """
     from posttrain.rewards import REWARDS
 
     functions: list[Any] = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
@@ -293,7 +295,9 @@ def run(name: str, argv: list[str]) -> int:
 
 
 def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> bool:
-    """Create the trainer of a command, train, and save and upload the model. Return whether Ctrl-C ended training early."""
+    """Create the trainer of a command, train the model, save it, and upload it if requested. Return whether Ctrl-C ended
+    training early.
+    """
     import transformers
 
     from posttrain.loop.checkpoint import last_complete_checkpoint

@@ -23,7 +23,7 @@ from posttrain.loop.build import as_config
 @functools.cache
 def _table() -> dict[str, list[TRLName]]:
     table: dict[str, list[TRLName]] = {}
-    # Rows that apply only to some values come before rows that apply to all values.
+    # Table rows that apply only to some values of an option come before table rows that apply to all values.
     for row in sorted(rows(), key=lambda row: row.name == row.plain):
         if row.kind in ("option", "argument"):
             table.setdefault(row.plain, []).append(row)
@@ -59,8 +59,8 @@ def options() -> frozenset[str]:
 
 
 def owner(kinds: Sequence[type], name: str) -> type | None:
-    """Return the dataclass to which an option of older releases belongs. If there are several, prefer a dataclass with its
-    own row in the table.
+    """Return the dataclass to which an option of older releases belongs. If there are several such dataclasses, prefer a
+    dataclass with a separate row in the table.
     """
     found = {row.plain.startswith("Config."): kind for kind in reversed(kinds) if (row := row_of(kind, name))}
     return found.get(False) or found.get(True)

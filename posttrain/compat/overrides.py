@@ -1,10 +1,10 @@
 """Checks of methods of TRL's and transformers' trainers that a user's subclass overrides. An override that would never be
 called raises an error with the hook that replaces it.
 
-Only classes of users are checked. Overrides of two groups of methods raise an error. The first group are methods of TRL's
-trainers that this library never calls (in the table `trl_names`). The second group are hooks that some trainers do not call
-(`UNCALLED`). If a method of transformers has different arguments in this library, an adapter calls the override. All other
-overrides are called directly.
+Only classes of users are checked. Overrides of two groups of methods raise an error. The first group contains methods of
+TRL's trainers that this library never calls (in the table `trl_names`). The second group contains hooks that some trainers
+do not call (`UNCALLED`). If a method of transformers has different arguments in this library, an adapter calls the override.
+All other overrides are called directly.
 """
 
 from __future__ import annotations

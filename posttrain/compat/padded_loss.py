@@ -2,7 +2,8 @@
 row.
 
 In the method resolution order, the user's class is placed between two classes (see `between`). `BeforeUser` converts every
-`Batch` to `PaddedInputs` and calls the user's methods. `BehindUser` makes ``super()`` in these methods behave as in TRL.
+`Batch` to `PaddedInputs` and calls the user's methods. `BehindUser` makes calls of ``super()`` in these methods behave in
+the same way as in TRL.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PaddedInputs(dict):
 
     Attributes:
         batch: Original batch, with one sequence per row.
-        order: (R,) row of ``batch`` from which each row of the dict was created.
+        order: ``(R,)`` indices of the rows in ``batch`` from which the R rows of the dict were created.
         made: Copies of the original tensors, which are compared with the dict to detect changes by a subclass.
     """
 
@@ -83,7 +84,7 @@ class PaddedOutputs:
 
     @functools.cached_property
     def logits(self) -> Tensor:
-        """(R, T, V) logits of the padded rows. The first access to the property computes the logits with an additional
+        """``(R, T, V)`` logits of the padded rows. The first access to the property computes the logits with an additional
         forward pass.
         """
         return self._full()
@@ -126,10 +127,11 @@ def to_padded(batch: Batch, answers: int, kind: Literal["labels", "answers", "ro
             with separate prompts and completions.
 
     Returns:
-        A dict with ``input_ids``, ``attention_mask`` and ``labels`` or ``completion_mask``, all (R, T) int64. For rollouts,
-        the dict instead contains ``prompt_ids`` and ``prompt_mask`` (R, P), which are padded on the left. It also contains
-        ``completion_ids``, ``completion_mask``, ``tool_mask`` and log-probs (R, C), and ``advantages`` (R,) or (R, C).
-        Per-sequence columns (R,) are added under their names.
+        A dict with ``input_ids``, ``attention_mask`` and either ``labels`` or ``completion_mask``. All values are int64
+        tensors ``(R, T)``. For rollouts, the dict instead contains tensors ``(R, P)`` ``prompt_ids`` and ``prompt_mask``,
+        which are padded on the left. It also contains tensors ``(R, C)`` ``completion_ids``, ``completion_mask``,
+        ``tool_mask`` and log-probs, and ``advantages`` as a tensor ``(R,)`` or ``(R, C)``. Per-sequence columns are added as
+        tensors ``(R,)`` under their names.
     """
     sequence = batch.sequence.max(1).values  # (R,)
     origin = torch.tensor(batch.origin, device=sequence.device)[sequence]  # (R,)
@@ -175,8 +177,8 @@ def _rollouts(batch: Batch, order: Tensor) -> dict[str, Tensor]:
 
 
 def _cut(rows: Tensor, kept: Tensor, *, left: bool = False) -> Tensor:
-    """Remove the tokens of each row at which ``kept`` is False, and pad with zeros. (R, T) becomes (R, maximum number of kept
-    tokens).
+    """Remove the tokens at which ``kept`` is False from each row of a tensor ``(R, T)``, and pad the rows with zeros. The
+    width of the result is the maximum number of remaining tokens in a row.
     """
     lengths = kept.sum(1)  # (R,)
     width = int(lengths.max())
@@ -270,7 +272,9 @@ def _as_said(inputs: Any, counts: Denominators) -> Denominators:
 
 
 def _shared(whole: Denominators, parts: float) -> Denominators:
-    """Divide the counts of an optimizer step by the number ``parts``, so that all parts of the step have equal counts."""
+    """Divide the counts of an optimizer step by ``parts``, which is the number of micro-batches among which the counts are
+    distributed.
+    """
     named = {name: count / parts for name, count in whole.named.items()}
     return Denominators(whole.tokens / parts, whole.sequences / parts, whole.passes / parts, whole.world_size, named)
 
@@ -415,7 +419,7 @@ class BehindUser(Trainer):
         """
         batch, counts, padded = to_batch(inputs), _as_said(inputs, self.denominators), isinstance(inputs, PaddedInputs)
         if not self.model.training and padded and batch.loss_mask is not inputs.batch.loss_mask:
-            # Treat an evaluation batch as one step. Only count the labels that the subclass has kept.
+            # Treat an evaluation batch as one step. Count only the labels that the subclass has kept.
             if num_items_in_batch is not None and float(num_items_in_batch) == counts.tokens:
                 num_items_in_batch = None
             counts = replace(counts, tokens=float(batch.num_loss_tokens))
@@ -442,8 +446,8 @@ class BehindUser(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute the loss without gradients, like TRL's ``prediction_step``. Unless ``prediction_loss_only`` is set, also
-        return the logits and labels of the padded rows.
+        """Compute the loss without gradients, like TRL's ``prediction_step``. Unless ``prediction_loss_only`` is set, return
+        the logits and labels of the padded rows as well.
         """
         with torch.no_grad(), self.compute_loss_context_manager():
             result = self.compute_loss(model, inputs, return_outputs=not prediction_loss_only)

@@ -1,5 +1,5 @@
-"""Table of TRL's names that are different in this library, with their releases and replacements. `rows` returns the rows of
-the table.
+"""Table of names in TRL that differ in this library. Each row contains a name, the releases with this name, and its
+replacement. `rows` returns the rows of the table.
 
 The table is in the file `trl_names.tsv`. `tools/trl_names.py` lists names in TRL's wheels that the table lacks, and corrects
 the column of releases. The table is read when a name is looked up for the first time, and not on ``import posttrain``.
@@ -36,7 +36,8 @@ class TRLName(NamedTuple):
             ``keep``: an option is stored on the config. ``loss``: an option is the weight of an additional loss in
             ``loss_type``. ``set``: action of every ``default``.
         replacement: Replacement of the name, or the reason why an option is ignored. The replacement of a renamed option may
-            be a key of a mapping, e.g. ``model_init_kwargs.dtype``. For a ``default``, it is the older value.
+            be a key of a mapping, e.g. ``model_init_kwargs.dtype``. For a ``default``, the replacement is the older default
+            value.
     """
 
     name: str

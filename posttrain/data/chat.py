@@ -41,9 +41,7 @@ def inner_tokenizer(processing_class: Tokenizer) -> Any:
 
 
 def ids_without_token(processing_class: Tokenizer, size: int) -> frozenset[int]:
-    """Return the ids below ``size`` for which the tokenizer has no token. Models with a padded embedding have ids without
-    token.
-    """
+    """Return the ids below ``size`` for which the tokenizer has no token. Such ids exist if the model's embedding is padded."""
     return frozenset(range(size)) - frozenset(inner_tokenizer(processing_class).get_vocab().values())
 
 
@@ -53,7 +51,9 @@ def is_processor(processing_class: Tokenizer) -> bool:
 
 
 def with_template(processing_class: Tokenizer, template: str | None) -> Any:
-    """Return a shallow copy of the tokenizer with the chat template ``template``. For a processor, its tokenizer is copied."""
+    """Return a shallow copy of the tokenizer with the chat template ``template``. For a processor, return such a copy of its
+    tokenizer.
+    """
     shadow = copy.copy(inner_tokenizer(processing_class))
     shadow.chat_template = template
     return shadow
@@ -202,7 +202,7 @@ def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
     return twice
 
 
-PROBE = "7f3a probe 9c1e"  # Message content for tests of a template. The text of PROBE occurs in no chat template.
+PROBE = "7f3a probe 9c1e"  # Message content for tests of a template. No chat template contains this text.
 
 
 def render(
@@ -278,7 +278,7 @@ def render_prompt(
         prompt: Messages.
         tools: Schemas or functions.
         answered: Whether the row contains an answer. If True, the prompt may end with a message of any role.
-        template_kwargs: Passed to the template.
+        template_kwargs: Additional arguments of the template.
 
     Raises:
         DataError: The prompt is empty, or the role of its last message is neither user nor tool nor assistant.
@@ -327,7 +327,7 @@ def apply_chat_template(
         merge_prefill: Whether to join an assistant message at the end of the prompt with the answer into one turn. By
             default, the message and the answer are rendered as two turns.
         tokenizer: Deprecated name of ``processing_class``.
-        template_kwargs: Passed to the template.
+        template_kwargs: Additional arguments of the template.
 
     Raises:
         ArgumentTypeError: Neither or both of ``processing_class`` and ``tokenizer`` are passed.
@@ -491,7 +491,7 @@ def assistant_spans(
         rendered: Function that renders messages as text, such as `render`.
         messages: A conversation.
         end: End-of-turn token, as returned by `turn_end`.
-        kwargs: Passed to ``rendered``.
+        kwargs: Additional arguments of ``rendered``.
 
     Raises:
         ModelError: The template renders earlier turns differently when later turns follow.
@@ -531,7 +531,7 @@ def encode(
         tokenizer: Tokenizer. The tokenizer's warning about texts longer than ``model_max_length`` is disabled.
         texts: Texts to encode.
         special: Whether the tokenizer adds its special tokens.
-        where: Function that returns a name for the text at an index of ``texts``, for error messages.
+        where: Function that returns a name for the text at an index of ``texts``. The name is used in error messages.
 
     Raises:
         DataError: A text is not valid Unicode.
@@ -577,7 +577,7 @@ def encode_rows(
 
     Args:
         tokenizer: Tokenizer.
-        rows: For each row, a bool that is True for plain texts, and the texts of the row.
+        rows: One pair per row: a bool that is True for plain texts, and a list with the row's texts.
         indices: Row numbers for error messages.
 
     Raises:
@@ -594,9 +594,7 @@ def encode_rows(
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
-    """Remove one bos token if the ids begin with two bos tokens. Ids begin with two bos tokens if the text itself begins with
-    the bos token.
-    """
+    """Remove one bos token if the ids begin with two bos tokens. This happens if the text itself begins with the bos token."""
     return ids[1:] if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos else ids
 
 
@@ -611,8 +609,8 @@ def open_end(ids: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def parse_tools(value: object) -> Any:
-    """Parse the value of a ``tools`` column, which is a list of schemas or such a list as JSON text. Return None for an empty
-    list.
+    """Parse the value of a ``tools`` column. The value is a list of schemas, or the JSON text of such a list. Return None
+    for an empty list.
 
     Raises:
         DataError: The value is a string that is not valid JSON.
@@ -643,7 +641,7 @@ def check_template_arguments(kwargs: Collection[str], error: type[PosttrainError
     """Raise an error if ``chat_template_kwargs`` sets an argument that posttrain itself passes to the tokenizer.
 
     Raises:
-        error: One of the arguments is set by posttrain itself.
+        error: ``chat_template_kwargs`` contains an argument that posttrain itself sets.
     """
     if taken := sorted(reserved_arguments() & set(kwargs)):
         raise error(f"chat_template_kwargs sets {taken}, which posttrain sets itself. Fix: remove them.")

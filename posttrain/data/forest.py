@@ -20,7 +20,7 @@ from posttrain.types import Batch, Leaf, Row, Segment
 
 # Maximum fraction of padding in a forward pass with several batch rows. With more padding, a separate pass would be cheaper.
 PADDED_MOST = 0.05
-# Names of row columns that become fields of `Batch` instead of entries of ``Batch.columns``.
+# Names of row columns that become fields of `Batch` instead of items of ``Batch.columns``.
 FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")
 
 
@@ -42,8 +42,8 @@ class Layout:
         max_tree_tokens: Maximum number of tokens of a prefix tree. If the sequences of a dataset row need more tokens, they are
             distributed to several trees, each with a copy of the prompt. Without a dense mask, trees longer than ``row_tokens``
             are also split if the copies add few tokens (see `posttrain.data.trie.REPEATED_MOST`).
-        joins_rows: Whether dataset rows with a common prefix are joined into one tree. ``joins_rows`` must be False for
-            models with bidirectional attention in prompts or over all images of a row.
+        joins_rows: Whether dataset rows with a common prefix are joined into one tree. This must be False for models with
+            bidirectional attention in prompts or over all images of a row.
         pad_to_multiple_of: The length T of batch rows is rounded up to a multiple of this number.
         rope_switch: Sequence length above which a model with longrope uses different rotary frequencies. All sequences of a
             forward pass use the same frequencies, so shorter and longer sequences are computed in separate passes. None: the
@@ -66,7 +66,7 @@ class Layout:
         """Return a copy of the layout with new settings. Arguments that are None change nothing. If the layout's
         ``row_tokens`` is 1, it stays 1.
 
-        ``pass_tokens``, which is used with a dense mask, is also reduced to ``row_tokens``, but not below 512.
+        The limit ``pass_tokens``, which is used with a dense mask, is reduced to ``row_tokens`` too, but not below 512.
         """
         changes = {"pad_to_multiple_of": pad_to_multiple_of} if pad_to_multiple_of else {}
         if row_tokens is not None and self.row_tokens > 1:
@@ -157,7 +157,7 @@ def collate(
 
 
 def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows: bool, together: bool) -> list[Batch]:
-    """Pack trees that may be in the same forward pass into batches. See `collate` for the arguments."""
+    """Pack trees into batches. All of these trees may be in the same forward pass. See `collate` for the arguments."""
     if together:
         packed = [[tree] for tree in trees] if layout.kind == "padded" else _best_fit(trees, layout.row_tokens)
         return [_lay_out(packed, pad_token_id, layout)]
@@ -165,7 +165,7 @@ def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows
         units = _units(trees) if whole_rows else [[tree] for tree in trees]
         bins = _by_length(units, layout.row_tokens)
         return [_lay_out([[tree] for unit in group for tree in unit], pad_token_id, layout) for group in bins]
-    # ``split`` contains the units with several trees. A unit with several trees is a dataset row that is too long for a
+    # ``split`` contains the units that consist of several trees. Such a unit is one dataset row that is too long for a
     # single tree.
     split = [unit for unit in _units(trees) if len(unit) > 1] if whole_rows else []
     apart = {id(tree) for unit in split for tree in unit}
@@ -240,8 +240,8 @@ def _by_rope(members: list[Member], switch: int | None) -> list[list[Member]]:
 
 
 def _refuse_mixed(parts: list[list[Member]], layout: Layout, together: bool) -> None:
-    """Raise an error if the loss compares sequences on both sides of ``rope_switch``, because such sequences cannot be in
-    one forward pass.
+    """Raise an error if the loss compares sequences that are longer than ``rope_switch`` with sequences that are not. Such
+    sequences cannot be in one forward pass.
     """
     short, long = ({member.number: member for member in part} for part in parts)
     shared = [number for number in short if number in long] or ([next(iter(short))] if together else [])
@@ -514,7 +514,7 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
     per_token = {name for name, value in named.items() if value.shape == batch.input_ids.shape}
     ids, mask, owner = batch.input_ids.tolist(), batch.loss_mask.tolist(), batch.sequence.tolist()
     placed = {(b, column): picture for b, column, picture in batch.pictures}
-    # Positions of prompt tokens with a loss that an earlier row contains.
+    # Positions of prompt tokens whose loss is already part of an earlier row.
     earlier: set[tuple[int, int]] = set()
     rows = []
     for group in groups:

@@ -148,7 +148,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remove_none_values(value: object) -> Any:
-    """Remove entries with the value None from mappings, at any depth. List items that are None are kept.
+    """Remove keys with the value None from mappings, at any depth. List items that are None are kept.
 
     Raises:
         ArgumentTypeError: The value is neither a list nor a mapping.
@@ -193,8 +193,8 @@ AT_ONCE = 64  # Number of rows that are read at once. The number is small, becau
 def read_columns(
     dataset: AnyDataset, columns: Sequence[str], rows: slice | Sequence[int] = slice(None), kind: str | None = None
 ) -> Any:
-    """Read columns of some rows of a ``Dataset``, regardless of the output format that is set on the dataset. Return a dict
-    of lists, or an Arrow table for ``kind="arrow"``.
+    """Read columns of some rows of a ``Dataset``. The output format that is set on the dataset is ignored. Return a dict of
+    lists, or an Arrow table for ``kind="arrow"``.
 
     The result equals ``with_format(kind, columns)[rows]``, but the dataset is not copied and no fingerprint is computed.
     """
@@ -234,12 +234,14 @@ def get_dataset_column_names(dataset: AnyDataset) -> list[str]:
 
 
 def known_columns(dataset: object) -> list[str]:
-    """Return the column names of a dataset without reading a row, or an empty list for other objects."""
+    """Return the column names of a dataset without reading a row. Return an empty list for other objects."""
     return list(getattr(dataset, "column_names", None) or ())
 
 
 class DatasetDescription(TypedDict):
-    """Result of `describe_dataset`: dataset type, format, columns, and whether the dataset has images."""
+    """Result of `describe_dataset`. It contains the dataset type, the format, the columns, and whether the dataset has
+    images.
+    """
 
     type: str
     format: str
@@ -275,7 +277,7 @@ def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
 
 
 def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether the rows are conversational. Raise an error if some rows are conversational and others are not."""
+    """Return whether the rows are conversational. Raise an error if only some rows are conversational."""
     first: bool | None = None
     for index, row in enumerate(head):
         try:
@@ -327,9 +329,9 @@ def given_rows(batch: Mapping[str, list], indices: Sequence[int]) -> Iterator[tu
 ROW = "_row"  # Name of the column with the original row numbers. Messages about rows use these numbers.
 
 
-# Batch size while a stream is searched for the first row with trained tokens.
+# Number of rows per batch in the search for the first row of a stream with tokens in the loss.
 FIRST_BATCH = 32
-# Maximum number of stream rows that are searched for a row with trained tokens.
+# Maximum number of rows that are read in the search for a row of a stream with tokens in the loss.
 PEEKED = 1000
 
 
@@ -527,7 +529,7 @@ def _check_stream(reasons: Iterable[str], name: str, hint: str) -> None:
     without any step.
 
     Args:
-        reasons: Reason for dropping each row, or "" for rows that remain. Reading stops at the first "".
+        reasons: Reason why each row is dropped, or "" for rows that remain. Reading stops at the first "".
         name: Name of the dataset in messages.
         hint: Advice for the user at the end of the error.
 
@@ -560,15 +562,16 @@ class PreparationReport:
         rows_in, rows_out: Number of rows before and after preparation. Packing comes after preparation.
         dropped: Number of dropped rows by reason.
         truncated: Number of rows truncated to ``max_length``.
-        cut_tokens: Number of trained tokens removed by truncation.
-        diverged: Number of rows in which the tokens of the prompt change if the completion follows.
+        cut_tokens: Number of tokens in the loss that truncation removed.
+        diverged: Number of rows in which the tokens of the prompt differ from the tokens of the prompt alone, because the
+            tokenizer or the template treats it differently when the completion follows.
         inner: Number of rows in which an answer contains turns of roles other than assistant, such as tool results.
-        no_end: Number of rows without a trained token that ends a sequence.
+        no_end: Number of rows in which no token that ends a sequence contributes to the loss.
         double_bos: Number of texts that already began with the bos token.
         nested_none: Number of rows with a ``None`` in tool schemas, tool calls or content blocks.
-        untrained_pieces: Number of pieces of long rows that were dropped because they have no trained token. Only
-            ``bfd_split`` splits rows into pieces.
-        trained_tokens, tokens: Number of trained tokens and number of all tokens in the remaining rows.
+        untrained_pieces: Number of segments of long rows that were dropped because they have no token in the loss. Only the
+            strategy ``bfd_split`` splits rows into segments.
+        trained_tokens, tokens: Number of tokens in the loss, and number of all tokens, in the remaining rows.
     """
 
     name: str
@@ -693,7 +696,7 @@ def _columns(
 
 
 def _fingerprint(dataset: AnyDataset, *about: object) -> str | None:
-    """Compute the cache fingerprint of a ``map`` call from everything on which the call's result depends. Without this
+    """Compute the cache fingerprint of a ``map`` call from all inputs that affect the call's result. Without this
     fingerprint, ``map`` would hash each argument separately.
     """
     from datasets.fingerprint import Hasher
@@ -720,7 +723,7 @@ def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
         return ids
     kept = len(ids)
     # Remove all eos tokens and whitespace at the end. The text may end with an eos token, and the tokenizer may have
-    # appended a second one.
+    # appended a second eos token.
     while kept > 1:
         blank = ids[kept - 2] == eos and not tokenizer.decode(ids[kept - 1 : kept]).strip()
         if ids[kept - 1] != eos and not blank:
@@ -745,17 +748,17 @@ def shown_pieces(
     index: int = 0,
     pieces_of: Callable[[list[int], list[Any]], list[tuple[str, bool]]] | None = None,
 ) -> list[tuple[str, bool]]:
-    """Decode a sequence into pieces of text for display. Return each piece with a bool: whether its tokens are trained. An
-    image is one piece.
+    """Decode a sequence into consecutive texts for display. Return pairs of a text and a bool that is True if the text's
+    tokens contribute to the loss. An image is one text.
 
     Args:
         tokenizer: Tokenizer that decodes the ids.
         ids: Token ids of a prompt and one completion.
-        flags: Whether each token is trained.
+        flags: Whether each token contributes to the loss.
         row: Row of the sequence, with its images.
         index: Index of the completion.
-        pieces_of: Function that converts the ids and flags between two images to pieces. None: consecutive tokens with equal
-            flags form one piece.
+        pieces_of: Function that converts the ids and flags between two images to such pairs. None: consecutive tokens with
+            equal flags form one text.
     """
     pieces_of = pieces_of or partial(_runs, tokenizer)
     pieces: list[tuple[str, bool]] = []

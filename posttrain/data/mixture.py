@@ -78,7 +78,7 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
 
 
 class TextDates:
-    """Replacement for `pyarrow.json` in the JSON loader of ``datasets`` that does not convert text to dates.
+    """Replacement for `pyarrow.json` that does not convert text to dates. The JSON loader of ``datasets`` uses it.
 
     `pyarrow.json` converts a text such as "2024-01-01" to a timestamp. If this text is the expected answer of a row, no
     completion would ever equal it.
@@ -141,7 +141,7 @@ def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.
 
 def _parquet_conflict(files: list[Path]) -> str | None:
     """Describe the first column that has different types in two Parquet files, or is missing in one of the two. Number types
-    that differ only in width, such as int32 and int64, are treated as equal.
+    that differ only in the number of bits, such as int32 and int64, are treated as equal.
     """
     import pyarrow.parquet as pq
 
@@ -338,8 +338,8 @@ def load_rows(
 
 
 def _text_columns(files: list[Path]) -> dict[str, type]:
-    """Return converters for the CSV loader with which columns remain text. Without converters, the answer 7 would be a
-    number, which does not equal the text ``"7"``.
+    """Return converters with which the CSV loader keeps columns as text. Without converters, the answer 7 would be a number,
+    which does not equal the text ``"7"``.
     """
     names: set[str] = set()
     for file in files:

@@ -40,8 +40,8 @@ def best_fit_decreasing(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.
         size: Number of tokens per bin.
 
     Returns:
-        ``order (n,)`` and ``counts (bins,)``. ``order`` contains the document indices of the first bin, then of the second bin,
-        and so on. ``counts`` contains the number of documents in each bin.
+        Two arrays, ``order (n,)`` and ``counts (bins,)``. ``order`` contains the document indices of the first bin, then of
+        the second bin, and so on. ``counts`` contains the number of documents in each bin.
 
     >>> order, counts = best_fit_decreasing(np.array([3, 3, 2, 2, 1, 1]), 5)
     >>> order.tolist(), counts.tolist()
@@ -104,8 +104,8 @@ class _Bins:
 
 
 def split_lengths(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Split documents into pieces of up to ``size`` tokens. Return the document index, the offset and the length of each
-    piece.
+    """Split documents into segments of up to ``size`` tokens. Return the document index, the offset and the length of each
+    segment.
     """
     number = -(-lengths // size)
     source = np.repeat(np.arange(len(lengths)), number)
@@ -151,7 +151,7 @@ def list_column(column: pa.ChunkedArray, name: str, rows: list[int] | None) -> L
 
 
 def gather(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """Concatenate the pieces ``values[start : start + length]`` for all ``starts`` and ``lengths``, in order."""
+    """Concatenate the slices ``values[start : start + length]`` for all ``starts`` and ``lengths``, in order."""
     ends = np.cumsum(lengths)
     index = np.repeat(starts - (ends - lengths), lengths)
     index += np.arange(len(index), dtype=index.dtype)
@@ -253,8 +253,8 @@ def _best_fit(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[st
 
 
 def _wrap(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[str, pa.Array]:
-    """Concatenate documents and split the result every ``size`` items. ``seq_lengths`` contains the lengths of the resulting
-    pieces of documents.
+    """Concatenate documents and split the result every ``size`` items. The column ``seq_lengths`` contains the lengths of
+    the resulting segments of documents.
     """
     lengths = next(iter(columns.values())).lengths
     total = int(lengths.sum())
@@ -288,9 +288,10 @@ def pack_dataset(
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent. All columns must be lists of equal length in each row.
         seq_length: Maximum number of items per row, at least 1.
         strategy: ``bfd`` truncates documents to ``seq_length`` and does not split them. ``bfd_split`` splits longer documents
-            into pieces that do not attend to each other. ``wrapped`` concatenates all documents and splits the result every
-            ``seq_length`` items.
-        map_kwargs: Passed to ``dataset.map``, e.g. ``num_proc``, or ``batch_size`` for the size of a window.
+            into segments that do not attend to each other. ``wrapped`` concatenates all documents and splits the result
+            every ``seq_length`` items.
+        map_kwargs: Additional arguments of ``dataset.map``, e.g. ``num_proc``, or ``batch_size`` for the number of rows per
+            window.
         cross_document: Whether documents in a packed row attend to each other. The argument only affects the strategy
             ``wrapped``. If True, the result has no column ``seq_lengths``.
         preserve_order: Whether packed rows stay in the order in which they were filled, with the longest documents first. If
@@ -324,7 +325,7 @@ def truncate_dataset(dataset: AnyDataset, max_length: int, map_kwargs: dict[str,
     Args:
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent.
         max_length: Number of items to keep, at least 1.
-        map_kwargs: Passed to ``dataset.map``.
+        map_kwargs: Additional arguments of ``dataset.map``.
 
     Returns:
         A dataset of the same class and format as ``dataset``.
@@ -352,15 +353,16 @@ def _truncate_window(table: pa.Table, rows: list[int] | None = None, *, size: in
 
 
 def split_trained(dataset: AnyDataset, size: int, map_kwargs: dict[str, Any] | None = None) -> Any:
-    """Split long documents into pieces, and drop the pieces without trained labels.
+    """Split long documents into segments, and drop segments whose tokens have no loss.
 
-    Pieces of a document do not attend to each other. A piece without trained labels, such as the start of a long prompt,
-    would cost time without training any token. The first token of a piece is not trained, because no token precedes it.
+    Segments of a document do not attend to each other. A segment without tokens in the loss, such as the start of a long
+    prompt, would cost time without any effect on the weights. The first token of a segment is excluded from the loss,
+    because no token precedes it.
 
     Args:
         dataset: ``Dataset`` or ``IterableDataset`` of list columns, including ``labels``.
-        size: Maximum number of items per piece.
-        map_kwargs: Passed to ``dataset.map``.
+        size: Maximum number of items per segment.
+        map_kwargs: Additional arguments of ``dataset.map``.
     """
     return _map(dataset, partial(_trained_pieces, size=size), None, map_kwargs or {}, "Splitting")
 
@@ -369,7 +371,7 @@ def _trained_pieces(table: pa.Table, rows: list[int] | None = None, *, size: int
     columns = list_columns(table, rows)
     labels = columns["labels"]
     source, skip, pieces = split_lengths(labels.lengths, size)
-    # Number of trained labels before each position.
+    # Number of tokens in the loss before each position.
     before = np.append(0, np.cumsum(np.asarray(labels.values) != IGNORED))
     starts = labels.starts[source] + skip
     kept = before[starts + pieces] > before[starts + 1]
@@ -463,7 +465,9 @@ def _packed_features(features: datasets.Features, added: str | None) -> datasets
 
 
 def _report(dataset: datasets.Dataset, packed: datasets.Dataset, plan: _Plan, name: str | None) -> None:
-    """Check that packing has neither lost nor duplicated an item, and log the fraction to which packed rows are filled."""
+    """Check that packing has neither lost nor duplicated an item. Log how full packed rows are on average, as a fraction of
+    the maximum length.
+    """
     if not len(packed):
         logger.warning("packing%s gives no rows, because every document is empty.", f" {name}" if name else "")
         return
@@ -485,8 +489,8 @@ def _report(dataset: datasets.Dataset, packed: datasets.Dataset, plan: _Plan, na
 
 
 def _tally(dataset: datasets.Dataset, cut: int | None) -> tuple[int, int, int]:
-    """Count all items of the first column, and count only the first ``cut`` items of each row. Return both counts, and a
-    checksum of the items in the second count.
+    """Count the items of the first column in two ways: all items, and only the first ``cut`` items of each row. Return both
+    counts and a checksum of the items in the second count.
     """
     total = within = checksum = 0
     column = dataset.column_names[0]

@@ -100,8 +100,8 @@ def _answer_batch(
 
 
 def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -> tuple[bool, list[str]]:
-    """Return whether a row is plain text, and the texts to tokenize. The texts are the prompt alone, and the prompt followed
-    by each answer.
+    """Return whether a row is plain text, and a list of the texts to tokenize. The texts are the prompt alone, and the
+    prompt followed by each answer.
     """
     prompt: Any = row.get("prompt")
     answers: list[Any] = [row.get(branch) for branch in branches]
@@ -218,8 +218,8 @@ def prepare_answers(
     num_proc: int | None = None,
     keep: tuple[str, ...] = (),
 ) -> tuple[Any, PreparationReport]:
-    """Tokenize prompts and answers into a column ``prompt_ids`` and one column ``<branch>_ids`` per answer. Columns in
-    ``keep`` are kept.
+    """Tokenize prompts and answers into a column ``prompt_ids`` and one column ``<branch>_ids`` per answer. The dataset
+    keeps the columns in ``keep``.
 
     Returns:
         The tokenized dataset, and a report. The report does not count the rows of a stream.
@@ -281,8 +281,8 @@ def answer_rows(
     Args:
         examples: Examples with ``prompt_ids`` and ``<branch>_ids``.
         branches: Names of the answers, in order.
-        columns: Sequence columns of the new rows. Each key is the name of a row column. The value of the key is a list of
-            example columns, one per branch, from which the numbers are read.
+        columns: Sequence columns of the new rows. The key is the name of a row column. The value is a list with the names of
+            the example columns from which the values are read, one per branch.
 
     Raises:
         DataError: An answer has no tokens.
@@ -406,15 +406,15 @@ def unpair_preference_dataset(dataset: AnyDataset, *, interleave: bool = True, *
     """Convert pairs of answers to rows with one answer and a ``label``, which is True for chosen answers and False for
     rejected answers.
 
-    The conversion is only valid if every chosen answer is good in absolute terms, and every rejected answer is bad in
-    absolute terms.
+    The conversion is valid only if every chosen answer is good, and not only better than the rejected answer, and every
+    rejected answer is bad.
 
     Args:
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent, with columns ``chosen`` and ``rejected``.
         interleave: Whether the two answers of a pair are consecutive rows. If False, each batch of ``map`` consists of all
             chosen answers of the batch, followed by all rejected answers. A training batch may then contain answers with only
             one label.
-        map_kwargs: Passed to ``dataset.map``.
+        map_kwargs: Additional arguments of ``dataset.map``.
 
     Raises:
         DataError: The dataset already has a column ``completion`` or ``label``, which would be overwritten.

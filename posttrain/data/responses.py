@@ -1,4 +1,4 @@
-"""Parsers that convert generated token ids to messages, based on the response format of the chat template."""
+"""Parsers that convert generated token ids to messages. The response format of the chat template determines the parser."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def _think(text: str, opened: bool) -> tuple[str, str]:
 
 
 def _between(text: str, begin: str, end: str) -> tuple[str, list[str]]:
-    """Split text at ``begin ... end`` blocks. Return the text outside of all blocks, and the bodies of the blocks."""
+    """Split text at blocks that start with ``begin`` and end with ``end``. Return the text outside of all blocks, and the
+    contents of the blocks.
+    """
     start = text.find(begin)
     if start < 0:
         return text, []
@@ -66,8 +68,8 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _framed(begin: str, end: str, read: Callable[[str], list[dict[str, Any]]], thought: str) -> Parser:
-    """Build a parser for reasoning in ``<think>..</think>``, text, and tool calls between two markers. ``read`` parses the
-    body of a call.
+    """Build a parser for reasoning in ``<think>..</think>``, text, and tool calls between two markers. The argument ``read``
+    is the function that parses the text between two markers.
     """
 
     def parse(text: str, opened: bool) -> dict[str, Any]:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Fraction of rows. A warning is logged if the incomplete last chunk, which is dropped, contains a larger fraction of the
-# rows.
+# Maximum fraction of rows in the incomplete last chunk, which is dropped. If the fraction is larger, a warning is logged.
 LARGE_TAIL = 0.05
 
 
@@ -100,8 +99,8 @@ class RepeatSampler(Sampler[int]):
         self._epoch = epoch
 
     def _permutation(self, epoch: int) -> list[int]:
-        """Return the permutation of an epoch. For a later epoch than the last one, generation continues from the stored
-        generator state.
+        """Return the permutation of an epoch. If the epoch is later than the last computed epoch, continue from the stored
+        state of the random generator.
         """
         if not self.shuffle:
             return list(range(self.num_samples))
@@ -198,7 +197,7 @@ class EvalShard:
         iterator, whole = iter(items), self.size * self.world
         while len(rows := list(itertools.islice(iterator, whole))) == whole:
             yield rows[self.rank * self.size : (self.rank + 1) * self.size]
-        if rows:  # ``dataloader_drop_last`` only applies to training.
+        if rows:  # ``dataloader_drop_last`` applies only to training.
             groups = -(-len(rows) // self.group)
             start, end = (-(-groups * rank // self.world) * self.group for rank in (self.rank, self.rank + 1))
             yield rows[start:end]

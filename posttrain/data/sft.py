@@ -76,15 +76,16 @@ class SupervisedOptions:
 
     Attributes:
         dataset_text_field: Name of the column with plain text.
-        completion_only_loss: Whether to train only the completion. None: only the completion is trained if the rows have
-            one.
-        assistant_only_loss: Whether to train only assistant turns.
+        completion_only_loss: Whether only completion tokens contribute to the loss. None: True if the rows have a
+            completion.
+        assistant_only_loss: Whether only the tokens of assistant turns contribute to the loss.
         max_length: Maximum number of tokens per row. None: rows are not truncated.
         truncation_mode: ``keep_start`` or ``keep_end``.
         packing: Strategy of `pack_dataset`, or None.
         chat_template: Template for tokenizing that renders the same text as the tokenizer's template and marks assistant
             turns. None: the tokenizer's template is used.
-        allow_untrained_stop: Whether to allow that no end-of-turn token is trained with ``assistant_only_loss``.
+        allow_untrained_stop: Whether to accept that end-of-turn tokens do not contribute to the loss with
+            ``assistant_only_loss``.
     """
 
     dataset_text_field: str = "text"
@@ -112,7 +113,7 @@ class _Plan:
     ids: list[int] | None = None
     mask: list[int] | None = None
     nested_none: bool = False
-    nothing: str = ""  # Reason why the row is dropped if none of its tokens is trained.
+    nothing: str = ""  # Reason for dropping the row if none of its tokens contributes to the loss.
 
     @property
     def texts(self) -> list[str]:
@@ -124,7 +125,7 @@ def label_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, options: SupervisedOptions
 ) -> dict[str, list]:
     """Compute the columns ``input_ids`` and ``labels`` and the counters for the report. The label of a token is its id, or
-    -100 if the token is not trained.
+    -100 if the token does not contribute to the loss.
     """
     rows, plans = [], []
     for index, example in given_rows(batch, indices):
@@ -245,8 +246,8 @@ def _labelled(
             open_end(head, plan.head or "", tokenizer),
         )
     mask = [1] * len(ids) if plan.mask is None else plan.mask
-    # If a completion follows, the tokens at the end of the prompt may differ, because tokens can merge or the template can
-    # change the text.
+    # The last tokens of the prompt can depend on whether a completion follows. Tokens can merge across the boundary, or the
+    # template can render the prompt differently.
     boundary = common_prefix(head, ids)
     if options.completion_only_loss is not False:
         mask = [0] * boundary + mask[boundary:]
@@ -259,7 +260,7 @@ def _labelled(
     trained = len(labels) - labels.count(IGNORED)
     ids, labels = (ids[kept], labels[kept]) if cut else (ids, labels)
     left = len(labels) - labels.count(IGNORED)
-    # The first token of a row is never trained, because no token precedes it.
+    # Exclude the first token of a row from the loss, because no token precedes it.
     learnt = left - (labels[:1] not in ([], [IGNORED]))
     counts = (cut, trained - left, diverged > 0, diverged > len(head) / 2, no_end, double_bos, plan.nested_none, learnt)
     return {
@@ -272,7 +273,7 @@ def _labelled(
 
 
 DEFAULTS = SupervisedOptions()
-# Maximum fraction of rows in which more than half of the prompt's tokens change if the completion follows.
+# Maximum fraction of rows in which more than half of the prompt's tokens change when the completion is appended.
 DIVERGED_MOST = 0.5
 
 
@@ -361,7 +362,7 @@ def prepare_sft_dataset(
 def _log_form(
     first: dict[str, Any], name: str, options: SupervisedOptions, formatting: Callable[[dict], str] | None
 ) -> None:
-    """Warn if rows contain columns for several dataset types, of which only one is used, e.g. ``messages`` and ``text``."""
+    """Warn if rows contain columns of several dataset types, e.g. ``messages`` and ``text``. Only one of the types is used."""
     forms = [("input_ids",), ("messages",), ("prompt", "completion"), (options.dataset_text_field,)]
     if is_conversational_from_value(first):
         forms.insert(1, ("conversations",))
@@ -374,7 +375,7 @@ def _log_form(
 
 
 def _split(kept: Any, size: int, report: PreparationReport, extra: dict[str, Any]) -> Any:
-    """Split long documents into pieces, drop the pieces without trained tokens, and log how many were dropped."""
+    """Split long documents into segments, drop segments without tokens in the loss, and log how many segments were dropped."""
     pieces = split_trained(kept, size, extra)
     if isinstance(kept, datasets.Dataset):
         lengths = pc.list_value_length(kept.select_columns("input_ids").with_format("arrow")[:]["input_ids"])
@@ -389,8 +390,8 @@ def _split(kept: Any, size: int, report: PreparationReport, extra: dict[str, Any
 
 
 def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
-    """Check rows that skipped preparation (``skip_prepare_dataset``). Without this check, all tokens or no tokens of such
-    rows could be trained unnoticed.
+    """Check rows that skipped preparation (``skip_prepare_dataset``). Without this check, it could go unnoticed that all
+    tokens or no tokens of these rows contribute to the loss.
 
     Args:
         dataset: Dataset with ids and labels.
@@ -398,7 +399,8 @@ def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
         vocabulary: Number of tokens in the tokenizer's vocabulary.
 
     Raises:
-        DataError: ``input_ids`` is missing, the rows have masks but no ``labels``, an id is invalid, or no token is trained.
+        DataError: ``input_ids`` is missing, the rows have masks but no ``labels``, an id is invalid, or no token contributes
+            to the loss.
     """
     first_row(dataset, name)
     columns = get_dataset_column_names(dataset)
@@ -519,7 +521,7 @@ def _report_dropped(
 
 
 def _check_rendering(dataset: AnyDataset, tokenizer: Tokenizer, options: SupervisedOptions, name: str) -> None:
-    """Raise an error if the chat template omits parts of the first rows, or writes the bos token twice."""
+    """Raise an error if the chat template omits content of the first rows, or writes the bos token twice."""
     template = options.chat_template or tokenizer.chat_template
     if not template:
         return  # `render` raises an error later if the rows are conversations without a template.

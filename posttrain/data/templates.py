@@ -1,5 +1,5 @@
-"""Chat templates for training: known template families, tests of a template's properties, and a check of a template on
-dataset rows.
+"""Chat templates for training. This module contains known template families, tests for properties of a template, and a check
+of a template on dataset rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Probe:
         shown: Words that the rendering must contain. If a template omits these words, the probe is skipped for this
             template.
         history: Whether the conversation has an assistant turn before the last assistant turn.
-        required: Whether a template that rejects this probe cannot belong to any family.
+        required: Whether a family's templates must accept this probe. If True, a template that rejects it belongs to no
+            family.
     """
 
     name: str
@@ -189,8 +190,8 @@ def _setting(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> 
 
 @dataclass(frozen=True)
 class Match:
-    """Result of comparing a family with a chat template: the number of matching probes and the first difference. The
-    difference contains the probe's name, our rendering and the template's rendering.
+    """Result of comparing a family with a chat template. It contains the number of matching probes and the first difference.
+    The difference contains the probe's name, our rendering and the template's rendering.
     """
 
     family: Family
@@ -321,9 +322,9 @@ def is_chat_template_prefix_preserving(processing_class: Tokenizer) -> bool:
 
 
 def is_chat_template_stop_token_trained(processing_class: Tokenizer, chat_template: str | None = None) -> bool:
-    """Return whether the last trained token of an assistant turn is an added token, such as ``<|im_end|>``.
+    """Return whether the last token of an assistant turn in the loss is an added token, such as ``<|im_end|>``.
 
-    If no end-of-turn token is trained, the model does not learn to stop.
+    If no end-of-turn token contributes to the loss, the model does not learn to stop.
 
     Args:
         processing_class: Tokenizer or processor. Templates are not tested with images.
@@ -343,8 +344,8 @@ def get_training_chat_template(
 
     The tokenizer's own template can be used in two cases:
 
-    - The template marks assistant turns. If it supports tools, the rendering of a conversation also must not change when the
-      conversation continues.
+    - The template marks assistant turns. If the template supports tools, the rendering of a conversation must not change
+      when the conversation continues.
     - The template has no markers and belongs to no known family, but token offsets locate the assistant turns (see
       `posttrain.data.chat.assistant_mask`).
 
@@ -439,8 +440,8 @@ def _listed(findings: list[Finding]) -> str:
 
 Severity = Literal["info", "warning", "error"]
 SPOKEN = ("user", "assistant")  # Roles whose text must be in every rendering.
-# Problems by code. Each value contains the severity with assistant-only loss, the severity without assistant-only loss, the
-# problem, its effect and the fix.
+# Problems by code. Each value contains two severities (with and without assistant-only loss), the problem, its effect, and
+# the fix.
 PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
     "PT-K111": (
         "error",
@@ -531,7 +532,8 @@ def check_template(
     Args:
         processing_class: Tokenizer or processor.
         rows: Dataset rows with ``messages``, or ``prompt`` with ``completion`` or ``chosen``. Other rows are skipped.
-        assistant_only: Whether only assistant turns are trained. If True, problems with markers are fatal.
+        assistant_only: Whether only the tokens of assistant turns contribute to the loss. If True, problems with markers are
+            fatal.
         turns: Whether to check where turns begin and end. If False, only omitted content and the bos token are checked.
         limit: Maximum number of rows to check.
 
@@ -566,7 +568,9 @@ def _finding(code: str, rows: list[int], assistant_only: bool) -> Finding:
 
 
 def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[str, Any]] | None:
-    """Return the messages of a row, the index of the first message that may be trained, and the arguments for the template."""
+    """Return the messages of a row, the index of the first message that can contribute to the loss, and the arguments for
+    the template.
+    """
     answer = row.get("completion") or row.get("chosen") or []
     prompt = row.get("messages") or row.get("prompt") or []
     if not (is_messages(prompt or answer) and (not answer or is_messages(answer))):
@@ -622,7 +626,9 @@ def _row_problems(
 
 
 def _losses(text: str, messages: list[dict[str, Any]]) -> set[str]:
-    """Return the codes of problems with trained turns whose reasoning or tool calls are missing from the rendering."""
+    """Return the codes of problems with the turns that contribute to the loss. A problem exists if the reasoning or the tool
+    calls of a turn are missing from the rendering.
+    """
     codes = set()
     for message in messages:
         if message["role"] != "assistant":

@@ -18,12 +18,13 @@ from posttrain.types import Row
 if TYPE_CHECKING:
     from posttrain.types import Batch, Segment
 
-# Minimum number of common tokens for joining rows. If rows share a shorter prefix, an additional segment costs more than
-# sharing saves.
+# Minimum number of common tokens for joining rows. For a shorter common prefix, the cost of an additional segment is higher
+# than the saving.
 SHARED_LEAST = 16
-# Maximum fraction of tokens that may be added by splitting a long tree, because each part repeats the prompt. Memory and
-# time of a pass grow with its number of tokens. Example: a tree with a prompt of 400 tokens and 8 answers of 1,024 tokens is
-# split into three passes. The three passes need a third of the activation memory and 9 % more tokens.
+# Maximum fraction of tokens that splitting a long tree may add. Splitting adds tokens because each of the resulting trees
+# repeats the prompt. Memory and time of a pass grow with its number of tokens. Example: a tree with a prompt of 400 tokens
+# and 8 answers of 1,024 tokens is split into three passes. The three passes need a third of the activation memory and 9 %
+# more tokens.
 REPEATED_MOST = 0.1
 
 
@@ -61,8 +62,8 @@ class Node:
         children: Nodes that continue this node. If a prompt split a completion, the rest of the completion is the first child,
             so that the tokens of the completion are adjacent.
         empty: Completions without tokens whose prompt ends in this node.
-        trained: Whether the node contains prompt tokens that may be in the loss. A prompt is trained only once, together with
-            the row's first completion.
+        trained: Whether the node contains prompt tokens that may contribute to the loss. A prompt contributes to the loss
+            only once, together with the row's first completion.
     """
 
     ids: list[int]
@@ -114,7 +115,7 @@ def grow(members: Sequence[Member], *, most: int, joined: int, comfortable: int 
     for row in sorted(_by_row(members), key=lambda row: len(row[0].row.prompt_ids)):
         first = row[0].row
         begins = tuple(first.prompt_ids[:SHARED_LEAST])
-        # Rows with trained prompt tokens or model_kwargs are not joined with other rows.
+        # Rows whose prompt tokens contribute to the loss, and rows with model_kwargs, are not joined with other rows.
         apart = not joined or len(begins) < SHARED_LEAST or first.prompt_mask is not None or bool(first.model_kwargs)
         if apart or not any(_join(tree, row, joined) for tree in beginnings.get(begins, ())):
             for part in _parts(row, min(most, _cheap_split(row, comfortable))):
@@ -154,7 +155,7 @@ def _cheap_split(row: list[Member], comfortable: int) -> int:
 
 
 def _parts(row: list[Member], most: int) -> Iterator[list[Member]]:
-    """Split the completions of a row into the completions of trees of up to ``most`` tokens."""
+    """Distribute the completions of a row to trees of up to ``most`` tokens. Return one list of completions per tree."""
     start, prompt = 0, len(row[0].row.prompt_ids)
     size = prompt + len(row[0].ids)
     for stop in range(1, len(row) + 1):

@@ -1,4 +1,6 @@
-"""Hugging Face Hub: error messages for models and datasets that are not found, and uploads without private files."""
+"""Functions for the Hugging Face Hub. They create error messages for models and datasets that are not found, and upload
+folders without private files.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ MODEL_FILES = (
     "model.safetensors.index.json",
     "adapter_*",
 )
-# Environment variables that enable offline mode. The first disables the Hub, and the second is for the library that loads
-# models or datasets.
+# Environment variables that enable offline mode. The first variable disables the Hub. The second variable is that of the
+# library that loads models or datasets.
 SWITCHES = {
     "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
     "tokenizer": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),

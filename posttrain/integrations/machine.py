@@ -26,7 +26,7 @@ def free_disk(folder: str | Path) -> int:
 
 
 def usable_processors() -> int:
-    """Return the number of processors on which this process may run, according to its CPU affinity. On systems without
+    """Return the number of processors on which this process may run, according to its CPU affinity. On systems without CPU
     affinity, return the number of all processors.
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

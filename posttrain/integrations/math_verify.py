@@ -56,8 +56,8 @@ class WithoutMain(SpawnContext):
     Process = _WithoutMain
 
 
-# ANCHOR matches the beginning of LaTeX for math-verify. COMMAND matches a LaTeX command with a text argument, WORD a word or
-# currency sign, UNIT a number with its unit, and SCIENTIFIC a number in scientific notation.
+# ANCHOR matches the beginning of LaTeX for math-verify. COMMAND matches a LaTeX command with a text argument. WORD matches a
+# word or a currency sign. UNIT matches a number with its unit. SCIENTIFIC matches a number in scientific notation.
 ANCHOR = re.compile(r"\$|\\[(\[]|\\boxed")
 COMMAND = re.compile(r"\\[A-Za-z]+(?:\s*\{[A-Za-z\s.]*\})?")
 WORD = re.compile(r"[^\W\d_]{3}|[#€£¥]")

@@ -1,5 +1,5 @@
-"""Access to trainer attributes by TRL's names. The tables list where each value is stored, and which values may change
-during training.
+"""Access to trainer attributes by TRL's names. The tables in this module list where each value is stored, and which values
+may change during training.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def read(trainer: object, name: str) -> Any:
     """Return the value of an attribute that the trainer stores in another object."""
     hidden = inspect.getattr_static(type(trainer), name, None)
     if isinstance(hidden, property | functools.cached_property):
-        # A property of this name exists, so its code has read a missing attribute. Call the property, so that the original
-        # error is raised.
+        # The class has a property of this name, whose code has read a missing attribute. Call the property, so that the
+        # original error is raised.
         return hidden.__get__(trainer, type(trainer))
     if paths := paths_of(trainer, name):
         return next((value for path in paths if (value := _at(trainer, path)) is not None), None)

@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = None) -> Hooks:
-    """Return the default functions of the training loop, for runs without a subclass that replaces them."""
+    """Return the default functions of the training loop. A subclass of a trainer may replace them."""
     return Hooks(
         objective=None,
         comparison=None,
@@ -84,12 +84,15 @@ def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = 
 
 
 def as_yielded(run: Run, batches: Sequence[Batch], index: int = 0) -> list[Batch]:
-    """Return the batches of a data loader item as a list. This function is used if the collator creates the batches."""
+    """Return the batches that a data loader item contains as a list. This function is used if the collator creates the
+    batches.
+    """
     return list(batches)
 
 
 def as_config(config: type, args: PostTrainingConfig | str | None) -> Any:
-    """Return the trainer's config. `transformers.TrainingArguments` or an output folder are converted to it.
+    """Return the trainer's config. If ``args`` is a `transformers.TrainingArguments` or an output folder, convert it to such
+    a config.
 
     Raises:
         ArgumentTypeError: ``args`` has an unsupported type, or is a config of another trainer.
@@ -110,23 +113,23 @@ class Spec:
     """Arguments of a run, from which `plan` prepares the run.
 
     Attributes:
-        method: The algorithm, with the config.
+        method: The algorithm, whose attribute ``cfg`` contains the config.
         model: Hub id, folder or loaded model.
         train_dataset: Training set.
-        eval_dataset: Evaluation set, or several by name.
+        eval_dataset: Evaluation set, or a dict of several sets by name.
         processing_class: Tokenizer or processor. None: it is loaded from the model's folder.
         peft_config: Config of a new adapter.
         quantization_config: Quantization config for loading the model.
         data_collator: The user's collator.
         compute_loss_func: The user's loss function.
-        name: Name of the trainer class, for messages and file names.
+        name: Name of the trainer class, used in messages and file names.
         images: Two flags: whether dataset rows may contain images, and whether tools or environments may return images.
         rewards: Reward functions, for methods that sample: functions, reward models, or a `RewardRunner`.
         environments: Environments that write prompts.
         rollout_engine: Engine that samples completions. None: it is created from the config.
         load_model: Function that loads a model from a path or Hub id.
-        prepare: Function that tokenizes and checks the training and evaluation sets of a plan. None: only prompts are
-            checked, so rows of other methods must be tokenized.
+        prepare: Function that tokenizes and checks the training and evaluation sets of a plan. None: only the prompts of
+            online methods are checked, and datasets of other methods must already be tokenized.
     """
 
     method: Method[Any]
@@ -162,7 +165,7 @@ class Plan:
         tokenizer: Tokenizer of the policy, with the config's chat template and a pad token.
         checks: Checks of the run and their findings.
         train_dataset: Prepared training set.
-        eval_dataset: Prepared evaluation set, or several by name.
+        eval_dataset: Prepared evaluation set, or a dict of several prepared sets by name.
         model: Hub id or folder of the model, or the loaded model.
         raw: Training set as passed by the user, before rows were dropped.
         added_tokens: Token ids that a chat template added to the vocabulary.
@@ -240,14 +243,14 @@ def prepared(planned: Plan) -> tuple[Any, Any]:
 
 
 def loaded(spec: Spec, model: Any) -> Any:
-    """Return the model, loaded if it is a string."""
+    """Return the model. If it is a string, load it first."""
     if not isinstance(model, str):
         return model
     return spec.load_model(model, **loading_options(spec.args, spec.quantization_config))
 
 
 def load_model(planned: Plan) -> Any:
-    """Return the trainable model of a plan, with adapter, pad and end tokens, and an output head for selected tokens."""
+    """Load the model of a plan. Set its pad and end tokens, add its adapter, and install an output head for selected tokens."""
     spec, traits = planned.spec, planned.spec.method.traits
     model = loaded(spec, planned.model)
     load.check_distributed(getattr(config_of(model), "distributed_config", None))
@@ -276,8 +279,8 @@ def build(
 
     Args:
         planned: Result of `plan`.
-        model: Result of `load_model`, on its device. None: the model is loaded here.
-        accelerator: Accelerator of the run. None: one with the config's precision is created.
+        model: Result of `load_model`, on its device. None: this function loads the model.
+        accelerator: Accelerator of the run. None: an accelerator with the config's precision is created.
         progress: Progress of the run. None: a new run.
         layout: Function that chooses the row layout of a model. None: `choose_layout`.
         sampling: Whether to create an engine and a sampler for a method that samples. Trainers pass False, because they
@@ -339,7 +342,8 @@ def padding_id(tokenizer: Tokenizer, model: nn.Module) -> int:
 def refuse_without_trainer(method: Method[Any]) -> None:
     """Raise an error if the run uses a feature that only trainers support, such as dynamic sampling or NEFTune.
 
-    Reference comparison, rollouts that the method generates itself, and rollouts of worker processes also need a trainer.
+    The comparison with a reference, rollouts that the method itself generates, and rollouts of worker processes are such
+    features too.
     """
     traits, options = method.traits, vars(method.cfg)
     names = ("dynamic_sampling", "neftune_noise_alpha", "label_smoothing_factor", "sync_ref_model")
@@ -402,8 +406,8 @@ def refuse_untrainable(
 
     Raises:
         ArgumentTypeError: ``train_dataset`` has an unsupported type.
-        ConfigError: A collator or label smoothing is not supported, a stream has no ``max_steps``, or there is no evaluation
-            set.
+        ConfigError: The method does not support a collator or label smoothing, the training set is a stream and
+            ``max_steps`` is not set, or an evaluation is requested without an evaluation set.
         DataError: There is no training set.
     """
     if collator is not None and not traits.takes_collator:
@@ -517,14 +521,14 @@ def prepared_model(
     added_tokens: Sequence[int],
     generative: bool,
 ) -> Any:
-    """Return the model with its adapter and an output head for selected tokens. Disable dropout if ``disable_dropout`` is
-    set.
+    """Add the adapter and an output head for selected tokens to the model, and return it. Disable dropout if
+    ``disable_dropout`` is set.
 
     Args:
         model: The loaded model.
         args: The trainer's config.
         peft_config: Config of a new adapter, or None.
-        added_tokens: Ids of new tokens. Their embeddings are trained in addition to an adapter.
+        added_tokens: Ids of new tokens. If an adapter is trained, the embeddings of these tokens are trained too.
         generative: Whether the model has a language-model head. If not, its score head is trained.
     """
     if args.disable_dropout:
@@ -545,8 +549,8 @@ def prepared_model(
 
 
 def refuse_float16(model: nn.Module, args: PostTrainingConfig) -> None:
-    """Raise an error if trained weights are stored in float16, because their gradients overflow. Unless
-    ``preflight="error"``, only log a warning.
+    """Raise an error if trained weights are stored in float16, because their gradients overflow. If ``preflight`` is not
+    ``"error"``, log a warning instead.
 
     Raises:
         ConfigError: A trained parameter is stored in float16, and DeepSpeed does not hold a float32 copy.
@@ -573,7 +577,7 @@ def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool = 
         padded: Whether one sequence per row is required. Models with virtual tokens always require it.
     """
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    # Gather the parameters, because ZeRO-3 may have sharded them when the model was loaded.
+    # Gather the parameters. ZeRO-3 may have sharded them when the model was loaded.
     with alone(), parallel.gathered(model.parameters()):
         probe_head(model)
         layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast, args.device)
@@ -624,14 +628,15 @@ def make_checks(spec: Spec, vision: Media, tokenizer: Tokenizer) -> Checks:
 
 def watchers(checks: Checks, accelerator: Accelerator) -> dict[str, list[Callable[..., bool | None]]]:
     """Return the watchers that run the checks; see `Progress.watchers`."""
-    # If parameters are sharded over ranks, the gradient of a single parameter cannot be checked.
+    # If parameters are sharded over ranks, a rank cannot check the gradients of single parameters.
     sharded = parallel.is_prepared_late(accelerator)
     on_step = [checks.first_batch, checks.empty_steps, checks.economy]
     on_log = [checks.log_line] if checks.reads_log else []
     return {"step": on_step, "log": on_log, "gradient": [] if sharded else [checks.first_gradients]}
 
 
-# Methods of the transformers trainer. A user's override of one of them expects dicts of padded tensors.
+# Names of methods of `transformers.Trainer`. If a user overrides one of these methods, the override expects dicts of padded
+# tensors.
 PADDED_STEPS = (
     "compute_loss",
     "training_step",
@@ -680,18 +685,19 @@ def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
 
 
 def measured(dataset: AnyDataset, args: PostTrainingConfig) -> Any:
-    """Add a column of row lengths to the dataset if the sampling strategy groups rows by length."""
+    """Add a column with the length of each row to the dataset if the sampling strategy groups rows by length."""
     if args.train_sampling_strategy not in ("group_by_length", "batch_rebalance"):
         return dataset
     return with_lengths(dataset, args.length_column_name)
 
 
-# Value that pads tensors before they are gathered. It is lower than any value that methods gather.
+# Value that fills up tensors to equal lengths before they are gathered. The value is lower than any value that methods
+# gather.
 PADDING = -1e9
 
 
 def ranks_of(accelerator: Accelerator) -> Ranks:
-    """Return the ranks of a run: this process's index, the number of processes, and collective operations."""
+    """Return an object with this process's index, the number of processes of the run, and collective operations."""
 
     def join(values: Tensor) -> Tensor:
         padded = accelerator.pad_across_processes(values, dim=0, pad_index=PADDING)

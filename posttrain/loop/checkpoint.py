@@ -1,4 +1,6 @@
-"""Atomic checkpoints. They contain all state that a resumed run needs to give the same result as an uninterrupted run."""
+"""Functions that write and read atomic checkpoints. A checkpoint contains all state that a resumed run needs to give the
+same result as an uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -145,13 +147,13 @@ def _hash(path: Path) -> str:
 
 
 def damage(checkpoint: Path, *, bytes_too: bool = False) -> str:
-    """Describe a file that is missing or has changed since a checkpoint was marked. Return an empty string if all are
+    """Describe a file that is missing or has changed since a checkpoint was marked. Return an empty string if all files are
     intact.
 
     Args:
         checkpoint: Folder of the checkpoint.
-        bytes_too: Whether to read every file and compare its hash, if the checkpoint has hashes. Otherwise, only sizes are
-            compared.
+        bytes_too: Whether to compare hashes in addition to sizes. Every file is then read. Checkpoints without hashes are
+            compared only by sizes.
     """
     content = marker(checkpoint) or {}
     hashes = content.get("hashes", {}) if bytes_too else {}
@@ -200,7 +202,8 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
     return str(resume)
 
 
-# Patterns of weight files in a checkpoint: files of whole models, of adapters, and of the shards of each rank.
+# File name patterns of the weights in a checkpoint. The weights are those of a whole model, of an adapter, or of the shards
+# of each rank.
 WHOLE = ("model*.safetensors*", "pytorch_model.bin*", "pytorch_model-*")
 ADAPTERS = ("adapter_model.*", "*/adapter_model.*")
 PIECES = ("pytorch_model_fsdp*", "global_step*")
@@ -211,9 +214,9 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
     raise an unclear error or fail silently.
 
     Raises:
-        CheckpointError: The folder is not a checkpoint, or its weights or state are missing. The error is also raised if
-            only one of checkpoint and run has an adapter, if their adapters differ, or if peft does not save the adapter's
-            encoder.
+        CheckpointError: The folder is not a checkpoint, or its weights or state are missing. The error is also raised if the
+            checkpoint has an adapter and the run has none (or vice versa), if the two adapters differ, or if peft does not
+            save the adapter's encoder.
     """
     whole, adapter, pieces = (
         any(path for name in kind for path in folder.glob(name)) for kind in (WHOLE, ADAPTERS, PIECES)
@@ -281,7 +284,8 @@ def _written(value: object) -> object:
     return sorted(plain) if isinstance(plain, list) else plain
 
 
-# Effects of a setting that differs from the checkpoint's setting, for the warning.
+# Texts for the warning about a setting that differs from the checkpoint's setting. Each text describes the effect of the
+# difference.
 OPTIMIZERS = "the optimizer continues with the checkpoint's value"
 ORDER = "rows come in a different order from now on, so the run trains on some rows twice and on others never"
 SCHEDULE = "the first step uses the learning rate of the checkpoint's schedule, and later steps that of this run's"
@@ -294,8 +298,8 @@ KEPT_SETTINGS = {
 
 
 def settings(args: TrainingArguments, max_steps: int) -> dict[str, object]:
-    """Return the settings that must be the same in a resumed run and its checkpoint. ``max_steps`` is the resolved number of
-    steps, which may be computed from the number of epochs.
+    """Return the settings that must have the same values in a resumed run and in its checkpoint. The argument ``max_steps``
+    is the actual number of steps, which may be computed from the number of epochs.
     """
     values = {name: getattr(args, name, None) for name in (*KEPT_SETTINGS, "optim")} | {"max_steps": max_steps}
     return {name: _written(value) for name, value in values.items()}
@@ -341,7 +345,9 @@ def refused_if_shapes_differ(folder: str) -> Iterator[None]:
 
 
 def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, object]) -> None:
-    """Log a warning for settings that differ from the checkpoint's settings. It contains both values and the effect."""
+    """Log a warning for each setting that differs from the checkpoint's setting. The warning contains both values and the
+    effect.
+    """
     before = state.get("settings", {})
     by_effect: dict[str, list[str]] = {}
     for name, effect in KEPT_SETTINGS.items():
@@ -361,8 +367,8 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
     Args:
         state: Saved state; see `saved_state`.
         now: Result of `rows_fingerprint` for the current rows.
-        skips: Whether the run continues at its saved position in the rows. With ``ignore_data_skip``, it starts at the first
-            row, so different rows are allowed.
+        skips: Whether the run continues at its saved position in the rows. False with ``ignore_data_skip``: the run then
+            starts at the first row, so different rows are allowed.
 
     Raises:
         CheckpointError: The rows differ.
@@ -380,8 +386,8 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
 
 
 def rows_fingerprint(dataset: object) -> str | None:
-    """Return the number of rows and a hash of 32 evenly spaced rows, or ``"a stream"``. Return None for rows that are
-    computed on access.
+    """Return a string with the number of rows and a hash of 32 evenly spaced rows. For a stream, return ``"a stream"``.
+    Return None for rows that are computed on access.
     """
     if isinstance(dataset, IterableDataset):
         return "a stream"
@@ -497,7 +503,7 @@ def _flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-# Error numbers for a full disk, an exhausted quota and a file above the maximum size.
+# Error numbers (``errno``) of three errors: a full disk, an exhausted quota, and a file that exceeds the maximum size.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Texts in torch's error if it cannot write a file. This error does not contain the cause, such as a full disk.
 TORCHS_WRITER = ("PytorchStreamWriter failed", "inline_container")
@@ -536,7 +542,7 @@ class Checkpointer:
     Args:
         args: The trainer's config: ``output_dir``, ``save_total_limit``.
         accelerator: Accelerator of the run.
-        lock: Lock of the run's folder. It contains the id of the run.
+        lock: Lock of the run's folder. The lock contains the id of the run.
         size: Function that returns the approximate size of a checkpoint in bytes.
     """
 
@@ -569,8 +575,8 @@ class Checkpointer:
         return resume
 
     def take_folder(self, model: nn.Module, checks: Checks, *, resumed: bool) -> None:
-        """Lock the run's folder, and report on disk space, memory and checkpoints of other runs. Only the main process calls
-        it.
+        """Lock the run's folder, and report findings about disk space, memory and checkpoints of other runs. Only the main
+        process calls this method.
 
         The folder is released if an error is raised.
 
@@ -610,7 +616,7 @@ class Checkpointer:
         Args:
             write: Function that writes a checkpoint into a folder. It is called on every rank.
             folder: Folder of the run's checkpoints.
-            state: State of the trainer. ``best_model_checkpoint`` is set to the folder of the best step.
+            state: State of the trainer. Its field ``best_model_checkpoint`` is set to the folder of the best step.
         """
         self.complete(state)
         final = folder / f"checkpoint-{state.global_step}"
@@ -692,12 +698,12 @@ def save_state(folder: Path, state: dict[str, Any], accelerator: Accelerator) ->
 
 
 def saved_state(folder: str | None, accelerator: Accelerator) -> dict[str, Any]:
-    """Return the state that `save_state` wrote for this process, or an empty dict if there is no file. If the number of
-    processes changed, return the state of the first process.
+    """Return the state that `save_state` wrote for this process. If the number of processes has changed, return the state of
+    the first process. If there is no file, return an empty dict.
 
-    The states of processes differ only in three things: unused rollouts, logged rows, and cached reference log-probs that
-    were not exchanged yet. If the number of processes changed, `OnlineTrainer` raises an error for unused rollouts, and the
-    log-probs are recomputed.
+    The states of processes differ only in three fields: unused rollouts, logged rows, and cached reference log-probs that
+    processes have not exchanged yet. If the number of processes changed, `OnlineTrainer` raises an error for unused
+    rollouts, and the log-probs are recomputed.
     """
     files = [] if folder is None else sorted(Path(folder).glob(f"*_{STATE_FILE}"))
     if not files:
@@ -707,16 +713,16 @@ def saved_state(folder: str | None, accelerator: Accelerator) -> dict[str, Any]:
 
 
 class Place:
-    """Position in the training rows, and random states, at which a resumed run continues.
+    """Position in the training rows and random states with which a resumed run continues.
 
-    `transformers` counts the rows of a stream from the start of its first pass, and restores random states after the batches
-    of the first step were read. By then, an online method has already sampled and scored completions. This class therefore
-    restores random states earlier.
+    `transformers` counts the rows of a stream from the start of the first pass over the stream. It restores random states
+    after the batches of the first step were read. At this time, an online method has already sampled and scored completions.
+    This class therefore restores random states earlier.
 
     Attributes:
         checkpoint: Checkpoint whose random states must still be restored. None: they were restored, or the run is new.
-        stream: Three numbers: finished passes over the rows, micro-batches read in the current pass, and micro-batches of
-            the last full pass (0 before the end of the first pass).
+        stream: Three numbers: the number of finished passes over the rows, the number of micro-batches read in the current
+            pass, and the number of micro-batches in the last full pass (0 before the end of the first pass).
     """
 
     def __init__(self, checkpoint: str | None, accelerator: Accelerator) -> None:
@@ -725,10 +731,11 @@ class Place:
         self._iterator: Any = None
 
     def begin(self, start: tuple[int, int], dataset: AnyDataset, *, skips: bool) -> tuple[int, int]:
-        """Return the index of the pass to continue, and the number of its micro-batches to skip.
+        """Return the index of the pass over the rows that a resumed run continues, and how many micro-batches of this pass
+        it must skip.
 
-        For a resumed stream, these numbers are the saved position, or the start of the pass if ``skips`` is False.
-        Otherwise, they are ``start``.
+        For a resumed stream, these two numbers are the saved position, or the start of the pass if ``skips`` is False.
+        Otherwise, they are the argument ``start``.
         """
         if self._saved is None or not isinstance(dataset, IterableDataset):
             return start
@@ -783,7 +790,7 @@ def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
 
 
 def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Finding | None:
-    """Return a finding about checkpoints of other runs. Also remove unfinished folders of killed runs."""
+    """Return a finding about checkpoints of other runs. In addition, remove unfinished checkpoint folders of killed runs."""
     folder = Path(args.output_dir).expanduser()
     others = strangers(folder, run)
     # This run holds the lock of the output folder, so no other process is writing these folders. They can be removed.
@@ -794,12 +801,16 @@ def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Findi
 
 
 def checkpoint_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
-    """Estimate the disk space of a checkpoint: optimizer state and saved weights."""
+    """Estimate the disk space of a checkpoint, in bytes. It is the size of the optimizer state plus the size of the saved
+    weights.
+    """
     return weight_bytes(model) + (0 if args.save_only_model else _state_bytes(model, args))
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the size in bytes of the saved weights. For an adapter, only the adapter's weights are saved."""
+    """Return the size in bytes of the weights in a checkpoint. If the model has an adapter, a checkpoint contains only the
+    adapter's weights.
+    """
     adapter = bool(adapters_of(model))
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not adapter)
 
@@ -837,14 +848,18 @@ def _signals() -> list[signal.Signals]:
 
 
 def _give_back(handlers: Mapping[int, Any]) -> None:
-    """Restore the handlers that `signal.signal` returned. The handler None was not set from Python."""
+    """Restore the handlers that `signal.signal` returned. If a handler is None, it was not set from Python and cannot be
+    restored.
+    """
     for number, handler in handlers.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager
 def without_signals() -> Iterator[None]:
-    """Defer the first signal until a model is completely written. A second signal stops the process at once."""
+    """Delay the handling of the first signal until a model is completely written. A second signal stops the process
+    immediately.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -903,8 +918,9 @@ class GracefulInterrupt(transformers.TrainerCallback):
     """Handles signals during training. The first SIGINT, SIGTERM or SIGHUP stops the run after the current step or
     evaluation batch. The second signal stops the run at once.
 
-    The second signal raises KeyboardInterrupt in the main thread. The process may survive this if a collective waits for a
-    dead process, or if a hook catches every exception. A second thread then ends the process.
+    The second signal raises KeyboardInterrupt in the main thread. This exception may not end the process, for example if a
+    collective operation waits for a dead process, or if a hook catches every exception. A second thread then ends the
+    process.
 
     Attributes:
         requested: Whether a signal requested the end of the run, on any rank.
@@ -940,7 +956,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
         )
 
     def install(self, accelerator: Accelerator) -> None:
-        """Install the signal handlers. In other threads than the main thread, no handler is installed."""
+        """Install the signal handlers. Outside of the main thread, do nothing."""
         self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
         self._began = time.monotonic()
         if threading.current_thread() is threading.main_thread():
@@ -977,8 +993,8 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._previous, self._accelerator = {}, None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> Any:
-        """Request that the loop logs, saves and stops. All ranks stop after the same step, whichever rank received the
-        signal.
+        """Request that the loop logs, saves and stops. All ranks stop after the same step, even if only one rank received
+        the signal.
         """
         # Read the flag only once. A signal that arrives later then applies to the next step.
         stop, late = (
@@ -1008,7 +1024,9 @@ class GracefulInterrupt(transformers.TrainerCallback):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Mark an evaluation as one that the loop runs. Only such an evaluation is stopped early."""
+        """Mark the evaluation inside the context as an evaluation of the training loop. Only such an evaluation is stopped
+        early.
+        """
         self._evaluates = True
         try:
             yield

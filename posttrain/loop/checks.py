@@ -65,8 +65,8 @@ class Checks:
         args: The trainer's config.
         command: The trainer's command name, such as ``"grpo"``.
         ignored_codes: Codes of findings that do not apply to the rows of this method.
-        log_area: First letter of the codes that the log rules (`posttrain.checks.rules`) report. Empty: the log rules are
-            disabled.
+        log_area: First letter of the codes that the rules for log lines (`posttrain.checks.rules`) report. Empty: these
+            rules are disabled.
         log_codes: Codes of the checks that run after every log line.
         zero_gradient_is_normal: Whether a step may have a zero gradient. In online methods, the gradient is zero if all
             rewards within each group are equal.
@@ -94,7 +94,8 @@ class Checks:
         self.step_codes = ("PT-T003",) if zero_gradient_is_normal else ("PT-T001", "PT-T003")
         self.fills_prompts = fills_prompts
         self.record: Any = None
-        # Two maxima so far: the number of trained tokens of a pass, and the number of tokens of a sequence.
+        # Two maxima over all passes so far: the number of tokens in the loss of a pass, and the number of tokens of a
+        # sequence.
         self.largest_seen = (0, 0)
         # Length of the longest training sequence in tokens. It is 0 while this length is unknown.
         self.longest_of_data = 0
@@ -102,7 +103,8 @@ class Checks:
         self.positions = math.inf
         self._steps = self._empty = 0
         self._written = False
-        self._early: list[Finding] = []  # Findings from before the run record exists. They are added to it later.
+        # Findings that were reported before the run record existed. They are added to the run record later.
+        self._early: list[Finding] = []
 
     def saved_tokens(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Check the padding and stop tokens in the configs that are saved with the model. Only the first call has an effect."""
@@ -122,8 +124,8 @@ class Checks:
     def config(
         self, model: nn.Module, train_dataset: AnyDataset, eval_dataset: EvalSets | None, peft_config: PeftConfig | None
     ) -> Any:
-        """Run the checks of the config before weights are loaded. Return the training set, without bad rows if
-        ``bad_rows="drop"``.
+        """Run the checks of the config before weights are loaded. Return the training set. With ``bad_rows="drop"``, bad
+        rows are removed from it.
         """
         self.knows(model_config=model_config_of(model, self.args), peft_config=peft_config)
         named = {"model_name": model} if isinstance(model, str) else {}
@@ -138,8 +140,8 @@ class Checks:
         return train_dataset
 
     def start(self, model: nn.Module, layout: Layout) -> None:
-        """Check the loaded model: the precision of trained parameters, the number of processes per GPU, and dense
-        attention masks.
+        """Run the checks of the loaded model, e.g. of the precision of trained parameters, the number of processes per GPU,
+        and dense attention masks.
         """
         trainable: dict[str, int] = {}
         for parameter in model.parameters():
@@ -156,7 +158,7 @@ class Checks:
             ])  # fmt: skip
 
     def data(self, head: DatasetHead, eval_dataset: EvalSets | None) -> None:
-        """Run the checks of the data: on sampled rows of the tokenized training set, and on the chat template.
+        """Run the checks of the data. They check sampled rows of the tokenized training set, and the chat template.
 
         Args:
             head: Sampled rows of the training set.
@@ -234,7 +236,7 @@ class Checks:
         return True
 
     def log_findings(self, history: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
-        """Yield the findings of the method's log rules about the newest log line."""
+        """Apply the method's rules for log lines to the newest log line, and yield their findings."""
         if self.log_area == "P" or (self.log_area and history and "loss" in history[-1]):
             yield from check_log(history, self.log_area, generations_per_step=self.args.generations_per_step)
 
@@ -252,8 +254,8 @@ class Checks:
         self.positions = min((known for text in self._texts if (known := context_length(text))), default=math.inf)
 
     def has_overlong_sequence(self, batches: Sequence[Batch]) -> float:
-        """Record the sizes of a step's passes. Return 1.0 if this rank has a sequence that is longer than the model's number
-        of positions, else 0.0.
+        """Record the sizes of a step's passes. Return 1.0 if a sequence of this rank has more tokens than the model has
+        positions, else 0.0.
         """
         sizes = [(b.input_ids.numel(), int(b.position_ids.max()) + 1) for b in batches if b.input_ids.numel()]
         passes, lengths = zip(*sizes, self.largest_seen, strict=True)
@@ -261,7 +263,7 @@ class Checks:
         return float(max(lengths) > self.positions)
 
     def report_overlong(self) -> None:
-        """Report a sequence that is longer than a model's number of positions. Each rank reports at most one sequence. All
+        """Report a sequence that has more tokens than a model has positions. Each rank reports at most one sequence. All
         ranks must call this method together.
         """
         longest, mine = self.largest_seen[1], []
@@ -271,14 +273,14 @@ class Checks:
         self.report(parallel.all_gather_objects(mine, PartialState())[:1])
 
     def first_gradients(self, model: nn.Module, micro_batches: Sequence[Sequence[Batch]]) -> bool:
-        """Check that parameters receive gradients. This check runs in the first step with a trained token and a finite
-        gradient.
+        """Check that parameters receive gradients. This check runs in the first step that has a token in the loss and a
+        finite gradient.
         """
-        if self._empty:  # A step without a trained token has no gradient, so check a later step.
+        if self._empty:  # A step without tokens in the loss has no gradient, so check a later step.
             return True
         norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         if norms and not any(norms.values()) and all("trainable_tokens" in name for name in norms):
-            return True  # Perhaps no row of this step contains the new tokens, so check a later step.
+            return True  # This step may have no row that contains the new tokens, so check a later step.
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
         with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
@@ -297,7 +299,7 @@ class Checks:
     # Running and reporting -----------------------------------------------------------------------------------------
 
     def run_probes(self, moment: Moment, **known: Any) -> None:
-        """Run all probes of one moment on the main process, and report their findings on every rank."""
+        """Run all checks of one moment of the run on the main process, and report their findings on every rank."""
         self.report_from_main(lambda: self._probed(moment, **known))
 
     def _probed(self, moment: Moment, **known: Any) -> list[Finding]:
@@ -335,8 +337,8 @@ class Checks:
             self._early = []
 
     def finish(self) -> None:
-        """Update the findings in the run's folder, if they have been written before. The folder is created at the first
-        step.
+        """Update the findings in the run's folder, if the folder already contains findings. The folder is created at the
+        first step.
         """
         if self._written:
             self.write()
@@ -345,8 +347,8 @@ class Checks:
         """Write ``preflight.json`` to the run's folder if there are new findings. Only the main process writes.
 
         Args:
-            refused: Whether an error ends the run here. If the folder still contains the file of another run, this file is
-                not overwritten.
+            refused: Whether an error now ends the run. In this case, the file of another run in the folder is not
+                overwritten.
         """
         if not PartialState().is_main_process or not (self.preflight.changed or refused):
             return
@@ -361,8 +363,8 @@ class Checks:
 
 @cache
 def log_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the codes of checks that run after each log line and start with one of these letters. Codes in ``apart`` are
-    excluded, because they are checked elsewhere.
+    """Return the codes of the checks that run after each log line. Only codes that start with one of the given letters are
+    returned. Codes in ``apart`` are excluded, because other code runs these checks.
     """
     return tuple(code for letter in letters for code in codes_of(letter, "log_step") if code not in apart)
 
@@ -389,7 +391,7 @@ def _norm(gradient: torch.Tensor | None) -> float | None:
 
 # Findings from numbers -----------------------------------------------------------------------------------------
 
-# Number of consecutive steps without a trained token after which a finding is reported.
+# Number of consecutive steps without a token in the loss after which a finding is reported.
 EMPTY_STEPS = 3
 PADDING_MOST = 0.4
 ECONOMY_STEPS = 10  # Number of steps after which the share of padding is checked.
@@ -478,8 +480,8 @@ def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding
     Args:
         longest: Number of tokens of the longest sequence of a step.
         known: Number of positions of the model (``max_position_embeddings``). None: the config does not contain it.
-        rotary: Whether positions are rotary. If so, positions beyond ``known`` exist, but are untrained. Otherwise,
-            positions are rows of an embedding table.
+        rotary: Whether positions are rotary. If so, the model can compute positions beyond ``known``, but it was not trained
+            on them. Otherwise, positions are rows of an embedding table.
     """
     if known is None or longest <= known:
         return None
@@ -508,14 +510,14 @@ def embedding_rows(model: nn.Module) -> int | None:
 
 
 def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name: str = "the model") -> Finding | None:
-    """Return a finding if a token id exceeds the rows of the embedding. Such an id causes an error on a CPU and a
-    device-side assertion on a GPU.
+    """Return a finding if a token id is not below the number of rows of the embedding. Such an id causes an error on a CPU
+    and a device-side assertion on a GPU.
 
     Args:
         rows: Number of rows of the embedding. None: nothing is checked.
         tokens: Number of tokens of the tokenizer.
         highest: Largest id in the sampled rows. None: no rows were sampled.
-        name: Name of the model that has this embedding, for messages.
+        name: Name of the model that has this embedding, used in messages.
     """
     if rows is None:
         return None
@@ -543,8 +545,8 @@ def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name
 
 
 def check_tokens(context: Context, ids: Iterable[int] = (), reference: Reference | None = None) -> Iterator[Finding]:
-    """Compare token ids with the embeddings of the policy and the reference. The ids are those of the sampled rows, and
-    ``ids``.
+    """Check that the embeddings of the policy and the reference have a row for each token id. The ids are those in the
+    sampled rows and those in the argument ``ids``.
     """
     tokenizer = inner_tokenizer(context.tokenizer)
     if not hasattr(tokenizer, "get_vocab"):

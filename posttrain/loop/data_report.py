@@ -71,8 +71,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# TEMPLATE_ROWS: number of rows with which the chat template is checked. SEQUENCES_DESCRIBED: number of sequences that the
-# report shows.
+# TEMPLATE_ROWS is the number of rows with which the chat template is checked. SEQUENCES_DESCRIBED is the number of sequences
+# that the report shows.
 TEMPLATE_ROWS, SEQUENCES_DESCRIBED = 32, 3
 # Number of examples that are tokenized for the report: evenly spaced examples of a dataset, or the first examples of a
 # stream.
@@ -93,11 +93,12 @@ class DataReport:
             loss.
         lengths: Sequence length in tokens: min, median, p95, max.
         packing_fill: Average length of packed rows, as a fraction of ``max_length``. None without packing.
-        shown: Decoded example sequences. Each sequence is a list of ``(text, trained)``, one per token.
-        first_trained, last_trained: Most frequent first and last tokens of the trained parts, with their counts. A trained
-            part is the part of a sequence that contributes to the loss.
+        shown: Decoded example sequences. Each sequence is a list with one pair ``(text, trained)`` per token. ``trained`` is
+            True if the token contributes to the loss.
+        first_trained, last_trained: Most frequent first and last tokens of the token ranges that contribute to the loss,
+            with their counts.
         equal_pairs: Number of pairs whose chosen and rejected answers have the same tokens.
-        labels: Number of rows with each label, for unpaired preferences.
+        labels: Number of rows with each label. Only for unpaired preferences.
         findings: Findings about the rows and the chat template.
     """
 
@@ -166,8 +167,8 @@ def warnings_are_errors(strict: bool) -> Iterator[None]:
 
 
 class DatasetHead:
-    """Sample of training rows that is checked before training. The rows are read and tokenized only once, for the row
-    checks, the data report and ``strict_data``.
+    """Sample of training rows that is checked before training. The row checks, the data report and ``strict_data`` share the
+    sample, so its rows are read and tokenized only once.
 
     Args:
         raw: Training set as it was passed to the trainer.
@@ -197,8 +198,8 @@ class DatasetHead:
 
     @cached_property
     def examples(self) -> list[dict[str, Any]]:
-        """Prepared examples: evenly spaced over a dataset, or the first examples of a stream. Rows whose prompt an
-        environment writes are excluded.
+        """Sampled prepared examples. They are evenly spaced over a dataset, or the first examples of a stream. Rows whose
+        prompt is written by an environment are excluded.
         """
         if self.streams:
             chosen = islice(self.prepared, EXAMPLES_OF_STREAM)
@@ -215,7 +216,7 @@ class DatasetHead:
 
     @cached_property
     def template_findings(self) -> list[Finding]:
-        """Findings about the chat template, from the first raw rows."""
+        """Findings of a check of the chat template with the first raw rows."""
         return template_findings(self.raw, self.tokenizer, self.id_columns)
 
     def report(self, prepared_by: Any = None, ignored_codes: frozenset[str] = frozenset()) -> DataReport:
@@ -343,7 +344,8 @@ def _counted(tokens: list[int], tokenizer: Tokenizer) -> dict[str, int]:
     return {_text(token, tokenizer): count for token, count in counts[:5]}
 
 
-SHOWN_SEQUENCES, LONGEST = 6, 2000  # Number of sequences that are written, and maximum number of tokens per sequence.
+# Number of sequences that are written to ``data.json``, and maximum number of tokens per sequence.
+SHOWN_SEQUENCES, LONGEST = 6, 2000
 
 
 def describe_batches(batches: Sequence[Batch], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -355,7 +357,8 @@ def describe_batches(batches: Sequence[Batch], tokenizer: Tokenizer) -> dict[str
 
     Returns:
         ``facts`` by name; ``lengths`` of all sequences, including prompts; and ``sequences``. Each sequence has a ``title``,
-        ``pieces`` (pairs of text and whether the text is trained) and ``pictures`` (thumbnails in reading order).
+        ``pieces`` (pairs of a text and a flag that is True if the text contributes to the loss) and ``pictures`` (thumbnails
+        in reading order).
     """
     rows = [row for batch in batches for row in to_rows(batch)]
     sequences = sequences_of(rows)
@@ -394,8 +397,8 @@ def _shown(sequence: TokenSequence, row: Row, tokenizer: Tokenizer) -> dict[str,
 # Rows that cannot be used for training ------------------------------------------------------------------------------
 
 ROWS_NAMED = 5  # Maximum number of row numbers that a message lists.
-# Maximum number of rows that are read completely, for a dataset and for a stream. In the remaining rows of a dataset, Arrow
-# counts only missing and empty values.
+# Two numbers: how many rows of a dataset, and how many rows of a stream, are read completely at most. In the remaining rows
+# of a dataset, Arrow counts only missing and empty values.
 ROWS_READ_WHOLE, READ_OF_STREAM = (
     1000,
     256,
@@ -403,7 +406,7 @@ ROWS_READ_WHOLE, READ_OF_STREAM = (
 ARROW_BATCH = 20_000
 PAIRS_COMPARED = 100_000  # Maximum number of preference pairs that are compared with each other.
 EXCERPT = 200
-# Columns with common names. Datasets of other tasks may use these names for other content.
+# Columns whose names are common. Datasets of other tasks may use these names for other content.
 JUDGED = frozenset(("label", "reference"))
 
 
@@ -422,8 +425,8 @@ def usable_rows(
         dataset: Dataset that was passed to the trainer.
         args: Config with ``bad_rows``, ``bad_rows_max``, ``preflight`` and ``output_dir``.
         method: Method that trains on the rows.
-        main: Whether this process writes files.
-        filled: Whether an environment writes the prompts of rows whose prompt is empty.
+        main: Whether this is the main process, which writes files.
+        filled: Whether an environment writes a prompt for each row whose prompt is empty.
 
     Returns:
         The dataset, and the findings, which are equal on every rank. With ``bad_rows="drop"``, the dataset has no bad rows.
@@ -476,8 +479,8 @@ def _read(rows: Any, columns: Sequence[str], filled: bool) -> tuple[dict[int, st
 
 
 def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, str]:
-    """Return the reason for each row with a missing value or an empty list, by row number. Arrow finds these rows without
-    reading rows into Python.
+    """Return a dict that maps the number of each row with a missing value or an empty list to the reason. Arrow finds these
+    rows without reading rows into Python.
     """
     reasons: dict[int, str] = {}
     pair = _is_pairs(columns)
@@ -532,9 +535,9 @@ def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -
     error.
 
     Args:
-        reasons: Maps the number of each row to the reason.
+        reasons: Maps the number of each row to the reason why it cannot be used.
         total: Number of rows that were read.
-        dropped: Whether the rows were dropped.
+        dropped: Whether the rows were dropped. If not, the finding is an error.
     """
     why = "such a row does not contribute to the loss. A batch with only such rows has a loss of 0 or NaN."
     if dropped:
@@ -545,7 +548,9 @@ def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -
 
 
 def doubtful_rows(reasons: Mapping[int, str], total: int) -> list[Finding]:
-    """Return the warning about rows that can be used, but teach the model nothing. The arguments are those of `bad_rows`."""
+    """Return the warning about rows that can be used for training, but from which the model learns nothing. The arguments
+    are those of `bad_rows`.
+    """
     why = (
         "a conversation without an answer, a blank answer or two equal answers teach the model nothing, or teach it "
         "to say nothing."

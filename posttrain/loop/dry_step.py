@@ -68,9 +68,9 @@ class DryStep:
 def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
     """Choose the batch size if ``per_device_train_batch_size='auto'``, and run a dry step if ``dry_step`` is set.
 
-    On a GPU, the dry step is on by default. It takes as long as one training step, and shows before training whether the run
-    would run out of memory. On a CPU, it is off by default: a step is slow, and the operating system kills a process that
-    runs out of memory. During training, `MemoryProfile` logs the memory.
+    On a GPU, the dry step is enabled by default. It takes as long as one training step, and shows before training whether
+    the memory is sufficient. On a CPU, the dry step is disabled by default, because a step is slow and the operating system
+    kills a process that runs out of memory. During training, `MemoryProfile` logs the memory.
 
     Args:
         run: Run before its first step.
@@ -168,7 +168,7 @@ def _untouched(run: Run) -> Iterator[None]:
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     states = random.getstate(), numpy.random.get_state()
-    # VeLoRA computes projections from the first batch in training mode.
+    # Save VeLoRA's projections, because VeLoRA computes them from the first batch in training mode.
     projections = [m for m in model.modules() if hasattr(m, "lora_velora_initialized")]
     computed = [(dict(m.lora_velora_initialized), dict(m.lora_velora_embed.items())) for m in projections]
     layers = _recompute(run)
@@ -225,15 +225,15 @@ def _check_dry(run: Run, step: DryStep) -> None:
 
 
 def largest_pass(run: Run, head: DatasetHead, batch_size: int) -> Batch:
-    """Split a micro-batch of ``batch_size`` rows of maximum length into forward passes. Return the pass with the most
-    tokens.
+    """Split a micro-batch with ``batch_size`` rows of maximum length into forward passes. Return the pass with the largest
+    number of tokens.
     """
     batches = run.collate(longest_rows(run, head, batch_size))
     return max(batches, key=lambda batch: (batch.input_ids.numel(), int(batch.loss_mask.sum())))
 
 
 def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
-    """Return the largest micro-batch, in tokens, that can occur in this run.
+    """Return the micro-batch with the largest number of tokens that can occur in this run.
 
     For datasets with answers, the micro-batch contains the longest rows of the training set. For online methods, it contains
     completions of the longest prompt, each with ``max_completion_length`` random tokens.
@@ -255,8 +255,7 @@ def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
 
 
 def batch_sizes(args: PostTrainingConfig) -> list[int]:
-    """Return the per-device batch sizes that leave the effective batch size unchanged. If there is a generation batch, its
-    size stays unchanged, too.
+    """Return the per-device batch sizes that leave the effective batch size and the generation batch size unchanged.
 
     Sizes below the config's ``least_batch_size`` are excluded.
     """
@@ -306,8 +305,8 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
 
 
 def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> DryStep | None:
-    """Predict the memory of a step from smaller passes. Return the result only if it is far above the limit. Running
-    such a step on a CPU would make the operating system kill the process.
+    """Predict the memory of a step from measurements with smaller passes. Return the prediction only if it is far above the
+    limit. Running such a step on a CPU would make the operating system kill the process.
     """
     last = max((step for step in tried if not step.failed), key=lambda step: step.tokens, default=None)
     if last is None:

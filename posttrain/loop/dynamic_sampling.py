@@ -53,8 +53,8 @@ class DynamicSampler:
         self.sample, self.flat = sample, flat
 
     def replace(self, batch: RolloutBatch, table: RewardTable) -> tuple[RolloutBatch, RewardTable, dict[str, Metric]]:
-        """Replace groups whose rewards are all equal. Each round samples one new prompt per group to replace. New groups
-        with unequal rewards replace old groups.
+        """Replace groups whose rewards are all equal. Each round samples one new prompt per group to replace. A new group
+        replaces an old group if the rewards of the new group are not all equal.
 
         All ranks compute the same plan from the rewards of all ranks. They generate the same number of whole groups, and
         call each collective operation the same number of times.
@@ -146,7 +146,9 @@ class DynamicSampler:
 
 
 def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str], list[Any]]:
-    """Collect all lists with one entry per completion of this rank. The key of a list is its place and its field name."""
+    """Collect all lists that have one item per completion of this rank. The key of a list consists of the object that
+    contains it and its field name.
+    """
     lists: dict[tuple[str, str], list[Any]] = {
         ("", field.name): value
         for field in dataclasses.fields(generation)
@@ -158,5 +160,5 @@ def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str]
 
 
 def _take(generation: RolloutBatch, table: RewardTable, index: int) -> dict[tuple[str, str], Any]:
-    """Return the entries of one completion of this rank, one from each list of `_lists`."""
+    """Return the data of one completion of this rank, which is one item from each list of `_lists`."""
     return {key: values[index] for key, values in _lists(generation, table).items()}

@@ -1,4 +1,4 @@
-"""Evaluation for all trainers. It computes a loss that does not depend on the batch size, and predictions if requested."""
+"""Evaluation for all trainers. The evaluation loss does not depend on the batch size. Predictions are computed if requested."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ OWN = "own"  # Name of the denominator of a loss that the user defines.
 
 
 def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
-    """Run the model's own forward method on padded rows, and return full logits and labels. Only callbacks of the user that
-    need logits use this slow path.
+    """Run the model's own forward method on padded rows, and return full logits and labels. This slow path is used only for
+    callbacks of the user that need logits.
 
     Returns:
-        The model's output with ``logits (B, T, V)``, and the labels ``(B, T)``, which are -100 for tokens without loss.
+        The model's output, whose ``logits`` are a tensor ``(B, T, V)``, and the labels ``(B, T)``. Labels are -100 for
+        tokens without loss.
     """
     assert batch.one_sequence_a_row, "full logits need one sequence per row"
     output = model(input_ids=batch.input_ids, attention_mask=batch.real.long(), use_cache=False)
@@ -85,7 +86,7 @@ class _Tally:
         return cls(dict.fromkeys((*sorted(REDUCTIONS), *named), 0.0), dict.fromkeys(counts, 0.0))
 
     def loss(self, accelerator: Accelerator) -> float:
-        """Return the loss over all ranks: each sum divided by its count, then added up."""
+        """Return the loss over all ranks. Each loss sum is divided by its count, and the quotients are added."""
         totals = parallel.all_reduce_sum([*self.sums.values(), *self.counts.values()], accelerator)
         sums = dict(zip(self.sums, totals, strict=False))
         counts = dict(zip(self.counts, totals[len(sums) :], strict=True))
@@ -165,15 +166,13 @@ class _Evaluation:
         return prediction.predictions, prediction.label_ids, metrics
 
     def _idle(self, batch: Batch) -> None:
-        """Run a forward pass and ignore its result. A rank without batches does this so that it stays synchronized with the
-        other ranks.
+        """Run a forward pass and ignore its result. A rank without batches calls this method so that all ranks run the same
+        number of passes.
         """
         forward(self.model, batch, self.context.method.traits.needs, chunk_size=self.args.logits_chunk_size)
 
     def _sums(self, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
-        """Return the loss of one pass as sums, one per reduction. If the user defines the loss, store its divisor in
-        ``counts``.
-        """
+        """Return one loss sum per reduction for one pass. If the user defines the loss, store its divisor in ``counts``."""
         if self.hooks.own_loss:
             return _own_loss(self.context, self.model, batch, counts)
         found = self.hooks.loss_of(self.context, self.model, batch, Denominators(1, 1, 1), self.context.now())
@@ -214,13 +213,15 @@ class _Evaluation:
 
     def _metrics_of(self, last: bool) -> dict[str, float]:
         """Call ``compute_metrics`` with the last batch of all ranks as tensors, as ``batch_eval_metrics`` requires. If
-        ``last`` is set, ``compute_metrics`` returns the summary over all batches.
+        ``last`` is True, ``compute_metrics`` returns the summary over all batches.
         """
         assert self.compute_metrics is not None
         return self.compute_metrics(self._shown(self.tally.seen[-1:], as_tensors=True), compute_result=last) or {}
 
     def _shown(self, seen: list[tuple[int, _Seen]], *, as_tensors: bool = False) -> EvalPrediction:
-        """Gather the data of all ranks in the order of the dataset. Consecutive batches lie on consecutive ranks."""
+        """Gather the data of all ranks, and return it in the order of the dataset. Consecutive batches were processed by
+        consecutive ranks.
+        """
         batches = [
             one for _, one in sorted(parallel.all_gather_objects(seen, self.accelerator), key=lambda item: item[0])
         ]
@@ -362,7 +363,7 @@ def _loss_sums(terms: LossTerms) -> dict[str, float]:
 
 
 def count_rounds(metrics: dict[str, float], rounds: int) -> None:
-    """Compute the metric of steps per second from the number of batches that were run. The value of transformers is wrong
+    """Compute the metric for steps per second from the number of batches that were run. The value of transformers is wrong
     here, because it is the number of rows divided by the batch size.
     """
     for name in metrics:

@@ -82,7 +82,7 @@ class Media:
     # Rows ------------------------------------------------------------------------------------------------------------
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
-        """Add the images of each example to its row. There is one row per example."""
+        """Add the images of each example to the example's row. There is one row per example."""
         return rows
 
     def prepare_rows(self, dataset: AnyDataset, **options: Any) -> tuple[Any, PreparationReport]:
@@ -98,16 +98,18 @@ class Media:
         return []
 
     def checked_prompts(self, dataset: AnyDataset, name: str) -> Any:
-        """Check the prompts of a dataset, or of several by name. Return the dataset with images that are not decoded."""
+        """Check the prompts of a dataset, or of several datasets by name. Return the dataset with images that are not
+        decoded.
+        """
         return dataset
 
     def opened(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return examples in the format of reward functions: images are PIL images."""
+        """Return the examples in the format of reward functions, in which images are PIL images."""
         return examples
 
     def pixels(self, rows: Sequence[Row]) -> Callable[[int], dict[str, Tensor]] | None:
-        """Return a function of N that prepares the images of the row with the most image tokens N times. Return None if no
-        row has images.
+        """Return a function with an argument N. It takes the row with the largest number of image tokens, and prepares its
+        images N times. Return None if no row has images.
         """
         return None
 
@@ -126,7 +128,7 @@ class Media:
         return batch
 
     def exchanged_reward(self, run: Run, examples: list[dict[str, Any]]) -> dict[str, Metric]:
-        """Return the mean reward of completions that are sampled with the images of other prompts."""
+        """Sample completions after exchanging the images of prompts, and return their mean reward."""
         return {}
 
     # Models ----------------------------------------------------------------------------------------------------------
@@ -147,8 +149,8 @@ class Media:
     def show_teacher(
         self, policy: nn.Module, teacher: nn.Module, processor: ProcessorMixin | None, own: Media | None = None
     ) -> None:
-        """Prepare a teacher for the student's images. ``own`` adds images to the teacher's rows if these differ from the
-        student's.
+        """Prepare a teacher for the student's images. ``own`` is a function that adds images to the teacher's rows if these
+        rows differ from the student's rows.
         """
 
     def check_shards(self, model: nn.Module, accelerator: Accelerator) -> None:

@@ -1,4 +1,4 @@
-"""Callback that logs peak memory and throughput at some steps. Throughput is logged relative to the device's peak."""
+"""Callback that logs peak memory and throughput at selected steps. Throughput is logged as a fraction of the device's peak."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ PROFILED = (3, 50)
 STEPS_BETWEEN_PROFILES = 1000
 
 
-# Dense bf16 operations per second, from the vendors' data sheets. The values for sparse operations in the sheets are twice
-# as large.
+# Dense bf16 operations per second of each device, from the vendors' data sheets. The values for sparse operations in the
+# sheets are twice as large.
 PEAKS = {"H100": 989.5e12, "H200": 989.5e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12}
 
 
@@ -48,7 +48,8 @@ class MemoryProfile(transformers.TrainerCallback):
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        # Time, number of real tokens and number of computed tokens at the end of the first step.
+        # State at the end of the first step: the time, the number of tokens without padding, and the number of computed
+        # tokens.
         self._begun: tuple[float, int, int] | None = None
         self._logs: dict[str, float] = {}
 
@@ -147,7 +148,7 @@ def _logged(seen: checks.Profile) -> dict[str, float]:
 
 
 def _standing(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes that do not depend on the batch: weights, gradients and optimizer states."""
+    """Return the number of bytes of weights, gradients and optimizer states, which do not depend on the batch."""
     weights = sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters())
     states = getattr(optimizer, "state", {}) or {}
     kept = [v for state in states.values() if isinstance(state, dict) for v in state.values()]

@@ -56,9 +56,9 @@ class OnlineTrainer(PostTrainer):
     to completions), `score` (completions to rewards of all ranks) and `advantages` (rewards to advantages). The window
     stores the rows of a rollout batch until training has used them.
 
-    The components are `prompt_source` (prompts and their order), `sampler` (rows to completions), `weight_sync` (the
-    engine and its weights), `driver` (episodes with tools, environments or a rollout function), `reward_watch` (checks
-    of rewards) and `dynamic_sampler` (replacement of groups whose rewards are all equal).
+    The trainer's components are `prompt_source` (prompts and their order), `sampler` (converts rows to completions),
+    `weight_sync` (the engine and its weights), `driver` (episodes with tools, environments or a rollout function),
+    `reward_watch` (checks of rewards) and `dynamic_sampler` (replacement of groups whose rewards are all equal).
     """
 
     runner_class: ClassVar[type[RewardRunner]] = RewardRunner
@@ -90,7 +90,8 @@ class OnlineTrainer(PostTrainer):
         _, given["harness"], reward_funcs = take_harness(None, harness, reward_funcs)
         given = {name: value for name, value in given.items() if value is not None}
         self.driver = make_driver(self.METHOD.traits, type(self).__name__, args, given)
-        # Tools and environments can return images. A rollout function cannot, because it processes images itself.
+        # Tools and environments can return images. A rollout function cannot return images, because it processes images
+        # itself.
         self.harness = None if self.driver is None else self.driver.harness
         calls = self.driver is not None and rollout_func is None and self.harness is None
         self._returns_images = calls and is_processor(kwargs.get("processing_class"))
@@ -123,7 +124,7 @@ class OnlineTrainer(PostTrainer):
         self.resolve()
 
     def reads_images(self) -> tuple[bool, bool]:
-        """Return whether prompts may contain images, and whether tools and environments may return images."""
+        """Return two flags: whether prompts may contain images, and whether tools and environments may return images."""
         reads = self.method.traits.reads_images and (self.driver is None or self._returns_images)
         return reads, self._returns_images
 
@@ -143,8 +144,8 @@ class OnlineTrainer(PostTrainer):
         return training_engine(model, self.args, tokenizer=self.processing_class, pad_token_id=self.pad_token_id)
 
     def make_sampler(self) -> Sampler:
-        """Create the object that samples completions: by one engine call per batch, with tools or environments, with a
-        harness, or with a rollout function.
+        """Create the object that samples completions. It samples with one engine call per batch, with tools or environments,
+        with a harness, or with a rollout function.
         """
         single = SingleTurn(self.weight_sync, self.prompt_source, self.processing_class)
         if self.driver is None:
@@ -186,8 +187,8 @@ class OnlineTrainer(PostTrainer):
 
     @functools.cached_property
     def dynamic_sampler(self) -> DynamicSampler:
-        """Object that replaces groups whose rewards are all equal. It is created at its first use, because a subclass may
-        select the training prompts before.
+        """Object that replaces groups whose rewards are all equal. The object is created at its first use, because a
+        subclass may select the training prompts after this trainer was created.
         """
         args = self.args
         return DynamicSampler(
@@ -251,8 +252,8 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def can_dry_run(self) -> bool:
-        """Whether reward functions can be tested before training. They can if they need only dataset columns and no
-        environment.
+        """Whether reward functions can be tested before training. A test is possible if they need only dataset columns and
+        no environment.
         """
         return self.environments is None and self.rollout_func is None and self.harness is None
 
@@ -334,7 +335,7 @@ class OnlineTrainer(PostTrainer):
         Args:
             rollouts: Completions of this rank, with their ``mode`` and ``group_size``.
             rewards: Rewards of the completions of all ranks. The rewards of this rank begin at ``rewards.start``.
-            logps: See `posttrain.loop.rollout.measured_logps`.
+            logps: Log-probs of the completions; see `posttrain.loop.rollout.measured_logps`.
         """
         return self.method.advantages(rollouts, rewards, logps, self.run.ranks)
 
@@ -397,8 +398,8 @@ class OnlineTrainer(PostTrainer):
         self.weight_sync.forget_push()
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. It includes the position in the window, and scored rollouts that were not used
-        for training yet.
+        """Return the state for a checkpoint. The state includes scored rollouts that were not used for training yet, and the
+        position in the window that stores them.
         """
         state = super().state_to_save() | {"online": self.window.state(), "rewards": self.rewards.transforms_state()}
         if self.args.dynamic_sampling:

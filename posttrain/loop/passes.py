@@ -18,8 +18,8 @@ from posttrain.types import Batch
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of times that the passes of a step are halved. If an eighth of a pass does not fit into memory, a sixteenth
-# will not fit, either.
+# Maximum number of times that the passes of a step are halved. If an eighth of a pass does not fit into memory, smaller
+# passes are unlikely to fit either.
 MOST_HALVINGS = 3
 
 
@@ -27,7 +27,7 @@ def divided(run: Run, batches: Sequence[Batch], most_tokens: int) -> list[Batch]
     """Split batches until each has at most ``most_tokens`` tokens, including padding.
 
     A batch is not split if the objective compares its rows. A batch is also not split if its gradient cannot be computed a
-    second time. This is the case with several processes, and if FSDP or DeepSpeed stores the gradients.
+    second time. This is the case in runs on several processes and in runs in which FSDP or DeepSpeed stores the gradients.
     """
     traits = run.method.traits
     alone = run.accelerator.num_processes == 1 and not parallel.is_prepared_late(run.accelerator)
@@ -60,7 +60,7 @@ def run_again(
         The loss of the last micro-batch.
 
     Raises:
-        torch.OutOfMemoryError: Smaller passes do not fit into memory, either.
+        torch.OutOfMemoryError: Smaller passes do not fit into memory either.
     """
     for _ in range(MOST_HALVINGS):
         last = micro_batches[-1]

@@ -59,15 +59,15 @@ def precomputed_logps(
     name: str,
     batches_of: Callable[[list[dict[str, Any]]], list[Batch]],
 ) -> Any:
-    """Add one column per branch with the summed reference log-probs of each answer. If all columns exist, return the dataset
-    unchanged.
+    """Add one column per branch to the dataset. A column contains the summed reference log-prob of each answer. If all
+    columns exist, return the dataset unchanged.
 
     Args:
-        run: Run with the layout, precision and model.
+        run: Run whose layout, precision and model are used.
         dataset: A prepared ``Dataset``.
         reference: Reference model. None: the policy in its current state.
         columns: Names of the columns, one per branch.
-        name: Name of the dataset, for messages.
+        name: Name of the dataset, used in messages.
         batches_of: Function that converts examples to batches, with ``len(columns)`` sequences per example.
 
     Raises:
@@ -118,8 +118,8 @@ def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def _kept(path: Path, shape: tuple[int, int], accelerator: Accelerator) -> np.ndarray | None:
-    """Return the cached values, or None if there are none. All ranks get the same result. Only the main process reads the
-    file, because ranks may not share a disk.
+    """Return the cached values, or None if no values are cached. All ranks get the same result. Only the main process reads
+    the file, because ranks may not share a disk.
     """
     cached = None
     if accelerator.is_main_process and path.is_file():
@@ -175,7 +175,9 @@ def _compute(
     branches: int,
     batches_of: Callable[[list[dict[str, Any]]], list[Batch]],
 ) -> np.ndarray:
-    """Compute the reference log-prob of each answer, ``(rows, answers per row)``. The rows are distributed over ranks."""
+    """Compute the reference log-prob of each answer. Return a tensor ``(rows, answers per row)``. The rows are distributed
+    over ranks.
+    """
     accelerator, args = run.accelerator, run.args
     size = args.precompute_ref_batch_size or args.per_device_train_batch_size
     mine = list(range(accelerator.process_index, len(dataset), accelerator.num_processes))
@@ -215,8 +217,8 @@ def row_names(batch: Batch) -> list[bytes]:
 
 
 def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
-    """Compute the reference log-probs of a batch, and return the batch with ``ref_logp`` and their sums. The reference runs
-    in eval mode and with the precision of training.
+    """Compute the reference log-probs of a batch. Return the batch with the log-probs in ``ref_logp``, and with their sums.
+    The reference runs in eval mode and with the precision of training.
 
     Args:
         run: Run of a method that compares the policy with a reference.
@@ -241,7 +243,7 @@ def log_ratios(run: Run, batches: list[Batch]) -> list[Tensor]:
         batches: Batches of this rank, with the log-probs of the reference. The list may be empty.
 
     Returns:
-        One tensor ``(S,)`` per batch.
+        One tensor ``(S,)`` per batch, where S is the number of sequences.
     """
     ratios = []
     for source, counts in parallel.in_step(batches, run.accelerator, run.spare_batch):
@@ -262,7 +264,7 @@ def with_references(
     Args:
         run: Run of a method that compares the policy with a reference.
         batches: Batches of this rank. The list may be empty.
-        mode: ``train`` or ``eval``, for the log.
+        mode: ``train`` or ``eval``. Selects the log window.
         kept: Cache with sums of the same reference. None: all log-probs are computed.
         refer: `with_reference`, or a function of a subclass that replaces it.
     """
@@ -310,8 +312,8 @@ class ReferenceSums(transformers.TrainerCallback):
     """Caches the summed reference log-probs of each row, so that later epochs and evaluations do not compute them again.
 
     A row that is truncated, collated or paired differently has a different key. The cache is cleared if the weights of the
-    reference change. It is also cleared if an option changes on which the values depend. At the beginning of an epoch, ranks
-    exchange their values.
+    reference change, or if an option changes that affects the values. At the beginning of an epoch, ranks exchange their
+    values.
 
     Args:
         run: Run with the method, precision and ranks.

@@ -55,7 +55,7 @@ class PromptSource:
     Args:
         args: The trainer's config.
         tokenizer: Tokenizer of the policy.
-        length_option: Name of the config field with the maximum completion length, for messages.
+        length_option: Name of the config field with the maximum completion length, used in messages.
         tokenized: Function that converts rows to prompts (token ids with images). None: prompts are tokenized as text.
         most: Maximum number of tokens of a prompt. The beginning of a longer prompt is removed. None: prompts are not
             truncated.
@@ -72,7 +72,7 @@ class PromptSource:
     ) -> None:
         self.most = most
         self.args, self.tokenizer, self.length_option = args, tokenizer, length_option
-        # Whether columns that are not part of prompts are dropped.
+        # Whether columns that do not belong to prompts are dropped.
         self.drops_columns = bool(args.remove_unused_columns)
         self.tokenized = tokenized or self._tokenized
         self._cut_told = False
@@ -154,7 +154,7 @@ class PromptSource:
         return check_prompts(dataset, name, self.tokenizer)
 
     def trial_rows(self, head: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return two of the first rows, in the format that reward functions receive."""
+        """Return two of the dataset's first rows, in the format that reward functions receive."""
         return head[:2]
 
     def check_size(self, train: AnyDataset) -> None:
@@ -190,7 +190,7 @@ class PromptSource:
 
     def repeats(self) -> tuple[int, int]:
         """Return the number of prompts per generation, and how often the loader yields each of them. A prompt is yielded
-        once per micro-batch that trains on it.
+        once for each micro-batch that uses it.
         """
         args = self.args
         prompts = (args.generation_batch_size or 0) // args.num_generations
@@ -210,8 +210,8 @@ class PromptSource:
         return repeat_iterable_dataset(stream.shuffle(seed=self.args.seed), self.group_size("eval"))
 
     def train_sampler(self, dataset: AnyDataset) -> RepeatSampler:
-        """Return a sampler that yields every prompt G times. It yields the prompts of a generation once per micro-batch that
-        trains on them.
+        """Return a sampler that yields every prompt G times. The sampler yields the prompts of a generation once for each
+        micro-batch that uses them.
         """
         prompts, repeats = self.repeats()
         return RepeatSampler(
@@ -288,8 +288,8 @@ class PromptSource:
         """Raise an error if a prompt of a dataset and its completion do not fit into a context of ``limit`` tokens.
 
         Only prompts that may be too long are tokenized. The number of bytes of a prompt is an upper bound on its number of
-        tokens. The chat template is assumed to add no more tokens than the whole first prompt has. If rows have images, only
-        the first rows are checked.
+        tokens. The chat template is assumed to add at most as many tokens as the whole first prompt has. If rows have
+        images, only the first rows are checked.
         """
         columns = known_columns(dataset)
         if limit is None or not isinstance(dataset, datasets.Dataset) or "prompt" not in columns:
@@ -341,7 +341,9 @@ def without_workers(args: PostTrainingConfig) -> AbstractContextManager[None]:
 
 
 def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return datasets as pairs (name, dataset). Dicts of datasets are flattened, and datasets that are None are omitted."""
+    """Return datasets as a list of pairs (name, dataset). Dicts of datasets are flattened, and datasets that are None are
+    omitted.
+    """
     pairs = []
     for name, dataset in sets.items():
         several = {f"{name}[{key!r}]": subset for key, subset in dataset.items()} if isinstance(dataset, dict) else None
@@ -354,12 +356,13 @@ def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingCon
 
     Args:
         pool: Environments. None: no environments were passed.
-        name: Name of the trainer, for messages.
+        name: Name of the trainer, used in messages.
         args: The trainer's config. None: no config was passed.
 
     Raises:
         DataError: There is no environment.
-        ConfigError: There are several environments, so a dataset must select one for each row; or ``max_steps`` is not set.
+        ConfigError: There are several environments, so that a dataset must select an environment for each row, or
+            ``max_steps`` is not set.
     """
     if pool is None:
         raise DataError(f"{name} needs train_dataset, but it is None. It may only be None with an environment_factory.")
@@ -410,7 +413,7 @@ def describe_schedule(args: OnlineConfig, prompts: int | None, *, has_ratio: boo
     Args:
         args: Config whose batch sizes have been resolved.
         prompts: Number of rows of the training set. None: unknown.
-        has_ratio: Whether the loss has an importance ratio.
+        has_ratio: Whether the loss contains an importance ratio. If so, the text describes its effect.
     """
     slices, passes = args.steps_per_generation or 1, args.num_iterations
     updates = slices * passes / args.gradient_accumulation_steps

@@ -50,7 +50,8 @@ class RewardWatch:
         Args:
             run: Run of the trainer.
             batch: Completions of this rank, with the loss masks that reward functions received.
-            table: Rewards of all ranks, with ``values (n, K)``.
+            table: Rewards of all ranks. Its field ``values`` is a tensor ``(n, K)`` for n completions and K reward
+                functions.
             made: Advantages that the method computed from the rewards.
 
         Returns:
@@ -85,7 +86,7 @@ class RewardWatch:
             table: Rewards of all ranks, with ``values (n, K)``.
             made: Advantages that the method computed from the rewards.
             groups: ``(n,)`` group index of each row.
-            clipped: See `checks.rewards.findings`. None: advantages are not clipped.
+            clipped: Same as in `checks.rewards.findings`. None: advantages are not clipped.
             prompts: Prompts of this rank.
             columns: Dataset columns of this rank.
             training: Whether the batch is used for training. Only training batches are added to the history.

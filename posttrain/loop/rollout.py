@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from posttrain.rollouts.batch import RolloutWindow
     from posttrain.types import LogProbs, Sampling
 
-# Distance between the indices of consecutive evaluation batches. It exceeds the index of any training batch.
+# Difference between the indices of consecutive evaluation batches, from which their seeds are computed. The difference is
+# larger than the index of any training batch, so that batches have different indices.
 EVAL_STRIDE = 32_452_843
 
 
@@ -57,11 +58,11 @@ class Online:
         logps: Function that computes log-probs of completions under older or frozen weights. The keys of its result are
             column names.
         slices: Function that splits completions into the rows of each micro-batch.
-        score: Function of a subclass that replaces `score`. It has the arguments of `score` without the first one.
-        resample: Function that replaces groups that do not contribute to the loss. It also returns metrics. None: no group
-            is replaced.
-        advantages: Function of a subclass that replaces `Method.advantages`. It has the arguments of that method without the
-            last one.
+        score: Function of a subclass that replaces `score`. Its arguments are those of `score` except the first argument.
+        resample: Function that replaces groups that do not contribute to the loss, and returns metrics. None: no group is
+            replaced.
+        advantages: Function of a subclass that replaces `Method.advantages`. Its arguments are those of the method except
+            the last argument.
     """
 
     sync: WeightSync
@@ -85,7 +86,7 @@ class Online:
 def online_of(
     run: Run, sync: WeightSync, stop_ids: tuple[int, ...], *, rollout_func: bool = False, **parts: Any
 ) -> Online:
-    """Return the components of a run that samples. Functions that ``parts`` does not contain are those of this module.
+    """Return the components of a run that samples. If ``parts`` lacks a function, the function of this module is used.
 
     Args:
         run: Run of a method that samples.
@@ -257,9 +258,9 @@ def batch_number(run: Run, mode: str) -> int:
 def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
     """Compute the log-probs of completions that the loss needs.
 
-    The columns are ``old_logp`` (under the old weights, if rows are used after an update), ``rollout_logp`` or
-    ``engine_logp`` (of the engine), and ``ref_logp`` (of the reference, if there is one). ``log_mass`` is the log of the
-    probability mass that remains after truncation.
+    Each column contains the log-probs of one model. ``old_logp`` are log-probs under the old weights, if rows are used after
+    an update. ``rollout_logp`` or ``engine_logp`` are log-probs of the engine. ``ref_logp`` are log-probs of the reference,
+    if there is a reference. ``log_mass`` is the log of the probability mass that remains after truncation.
     """
     online, can = run.online, run.online.sync.engine.capabilities
     sampled = logps_of_sampler(run, rollouts)
@@ -294,15 +295,15 @@ def old_is_sampled(run: Run) -> bool:
     log-probs of the old weights.
 
     In half precision, engine and trainer round differently (0.01 nats per token). Importance ratios would then not start at
-    1. Log-probs of a user's ``rollout_func`` never replace the trainer's.
+    1. Log-probs that a user's ``rollout_func`` returns are never used instead of the trainer's log-probs.
     """
     exact = run.online.sync.engine.capabilities.logprobs_match_training and not (run.args.bf16 or run.args.fp16)
     return exact and run.online.samples_policy
 
 
 def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
-    """Return the log-probs that the engine returned. They are log-probs before truncation if the engine samples from the
-    trained weights, otherwise after truncation.
+    """Return the log-probs that the engine returned. If the engine samples from the trained weights, the log-probs are those
+    before truncation. Otherwise, they are those after truncation.
 
     Raises:
         RolloutError: The correction needs log-probs after truncation, but the engine returns only log-probs before
@@ -403,7 +404,7 @@ def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]
 
 
 def shuffled_slices(run: Run, rollouts: RolloutBatch) -> list[list[Row]]:
-    """Shuffle whole groups, and split them into slices. Completions are exchanged with other ranks if that saves time."""
+    """Shuffle whole groups, and split them into slices. Completions are exchanged between ranks if the exchange saves time."""
     args = run.args
     seed, skip = args.seed + run.online.window.generations, args.mask_truncated_completions
     slices = rollouts.slices(args.steps_per_generation or 1, seed=seed, skip_truncated=skip)

@@ -42,8 +42,8 @@ class Hooks:
 
     Attributes:
         objective: Function of outputs and batch that returns unreduced loss terms. None: the method's objective is called.
-        comparison: Function of a batch. It returns the function that the output layer calls instead of computing log-probs;
-            see `TokenHead.compare`. None: the output layer computes log-probs.
+        comparison: Function of a batch. It returns another function, which the output layer calls instead of computing
+            log-probs; see `TokenHead.compare`. None: the output layer computes log-probs.
         loss_of: Function of run, model, batch, counts and state that returns the loss of one forward pass.
         observe: Function of run, batch and model outputs of a pass. It returns further metrics. None: no further metrics are
             logged.
@@ -91,13 +91,15 @@ class Progress:
         reduced_by: Reduction of the last computed loss.
         max_tokens: Maximum number of tokens per pass, including padding. None: no limit, because the device has not run
             out of memory.
-        tokens_seen: Two counts of this rank: tokens of sequences, and computed tokens including padding.
+        tokens_seen: Two counts of this rank: the number of tokens of sequences, and the number of computed tokens including
+            padding.
         bad_steps: Number of consecutive steps whose gradient was not finite.
         shown: Rows of the completions table for the last generation, one per completion of this rank.
-        watchers: Functions that observe the run, by moment. ``step`` functions receive the run, batches and counts. ``pass``
-            functions receive the batch, loss terms and model outputs. ``gradient`` functions receive the model and its
-            micro-batches. ``rollout`` functions receive the run, the completions of this rank, the rewards of all ranks, and
-            advantages. ``log`` functions receive the log history. A function that returns False is removed.
+        watchers: Functions that observe the run. The key is the moment at which a function is called. ``step`` functions
+            receive the run, batches and counts. ``pass`` functions receive the batch, loss terms and model outputs.
+            ``gradient`` functions receive the model and its micro-batches. ``rollout`` functions receive the run, the
+            completions of this rank, the rewards of all ranks, and advantages. ``log`` functions receive the log history. A
+            function that returns False is removed.
         eval_rounds: Number of batches that the current evaluation has processed.
     """
 
@@ -126,7 +128,7 @@ class Run:
     Attributes:
         args: Config.
         method: The algorithm.
-        name: Name of the trainer's class, for messages.
+        name: Name of the trainer's class, used in messages.
         tokenizer: Tokenizer of the policy.
         vision: Object that handles images. It does nothing in a run without images.
         checks: Checks of the run and their findings.
@@ -162,7 +164,7 @@ class Run:
     reference: Reference | None = None
     forward: Callable[..., ModelOutputs] = forward
     loss_function: Callable[..., Any] | None = None
-    online: Online = None  # Functions for runs that sample assume that this field is set.
+    online: Online = None  # Functions for runs that sample completions assume that this field is not None.
 
     @property
     def model(self) -> nn.Module:
@@ -199,8 +201,8 @@ class Run:
         )
 
     def spare_batch(self) -> Batch:
-        """Return a small batch for a rank without rows. The rank runs a forward pass with it, because passes may be
-        collective.
+        """Return a small batch for a rank without rows. The rank runs a forward pass with it, because forward passes may be
+        collective operations.
         """
         token = int(self.pad_token_id)
         return collate([Row([token], [[token]], [[1]])], pad_token_id=token, layout=self.layout)[0].to(self.args.device)

@@ -1,4 +1,6 @@
-"""Samplers complete dataset rows: with one engine call, with tools, with a harness, or with the user's rollout function."""
+"""Samplers that generate completions for dataset rows with one engine call, with tools, with a harness, or with the user's
+rollout function.
+"""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def completion_metrics(
 
 
 def share_without_token(batch: RolloutBatch, without_token: Collection[int]) -> Metric:
-    """Return the fraction of sampled ids that are in ``without_token``."""
+    """Return the fraction of sampled ids that are in the set ``without_token``."""
     ids = [token for rollout in batch.sequences() for token in rollout.token_ids]
     return mean(sum(token in without_token for token in ids) / max(len(ids), 1), weight=len(ids))
 
@@ -96,10 +96,10 @@ def reward_metrics(table: RewardTable, made: Advantages, lengths: Sequence[int])
     them.
 
     Args:
-        table: Rewards of all ranks, with ``values (n, K)``.
+        table: Rewards of all ranks. Its field ``values`` is a tensor ``(n, K)`` for n completions and K reward functions.
         made: Advantages, and the weighted rewards before any penalty.
-        lengths: Number of tokens of each completion. The correlation of lengths and rewards is only computed if there is one
-            length per reward.
+        lengths: Number of tokens of each completion. The correlation between lengths and rewards is computed only if there
+            is one length per reward.
     """
     totals, metrics = made.totals, {}
     if made.unbounded is not None:
@@ -135,14 +135,15 @@ def reward_spread(totals: Tensor) -> Metric:
 def completion_rows(
     batch: RolloutBatch, table: RewardTable, tokenizer: Tokenizer, step: int, *, images: bool = True
 ) -> list[dict[str, Any]]:
-    """Return one row per completion of this rank: prompt, completion, each reward, additional columns, and the advantage.
+    """Return one row per completion of this rank. A row contains the prompt, the completion, each reward, additional
+    columns, and the advantage.
 
     Args:
         batch: Completions of this rank.
         table: Rewards of all ranks. The rewards of this rank begin at ``start``.
         tokenizer: Tokenizer that decodes all prompts, and the completion tokens of one group.
         step: Number of finished optimizer steps.
-        images: Whether thumbnails of images are added to the rows of the first groups, for the report.
+        images: Whether thumbnails of images are added to the rows of the first groups. The report shows them.
     """
     rows = []
     for i, rollout in enumerate(batch.rollouts):
@@ -177,7 +178,7 @@ def completion_rows(
 
 
 def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
-    """Return the options for loading and running reward models. They equal the policy's options."""
+    """Return the options for loading and running reward models. Their values are those of the policy's options."""
     return {
         "batch_size": args.per_device_train_batch_size,
         "trust_remote_code": args.trust_remote_code,
@@ -189,8 +190,8 @@ def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
 def reward_options(
     functions: Any, args: PostTrainingConfig | type[PostTrainingConfig], processing_classes: Any, tokenizer: object
 ) -> dict[str, Any]:
-    """Return the arguments for creating a `RewardRunner` from a config. They are picklable if the reward functions are
-    picklable.
+    """Return the arguments for creating a `RewardRunner` from a config. The arguments are picklable if the reward functions
+    are picklable.
 
     Args:
         functions: Reward functions that were passed to the trainer.
@@ -216,7 +217,8 @@ def try_rewards(rewards: RewardRunner, args: Any, rows: list[dict[str, Any]], ev
         rewards: Reward functions.
         args: Config of the run.
         rows: First rows of the training set.
-        evaluation: One evaluation set, or several by name. They must also have the columns that the functions need.
+        evaluation: One evaluation set, or a dict of several sets by name. These sets must have the columns that the reward
+            functions need too.
     """
     rewards.dry_run(
         rows,
@@ -234,7 +236,7 @@ def reward_runner(
 
     Args:
         runner_class: `RewardRunner`, or a subclass of it.
-        options: See `reward_options`.
+        options: Result of `reward_options`.
         pool: Pool of environments. Environments with ``get_reward`` also provide rewards. ``get_reward`` is called with the
             threads and the timeout of tools.
     """
@@ -250,7 +252,7 @@ def score_rollouts(
     Args:
         rewards: The reward functions.
         batch: Completions.
-        tokenizer: Tokenizer that decodes the last tokens of prompts, for format rewards.
+        tokenizer: Tokenizer that decodes the last tokens of prompts, which format rewards need.
         state: State of the trainer, passed to reward functions.
     """
     if not batch.examples:
@@ -309,7 +311,7 @@ def all_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, *, trainin
         run: Run of a trainer that samples.
         rewards: The reward functions of the run.
         batch: Completions of this rank. It may be empty.
-        training: Whether the rewards are used for training.
+        training: Whether the rewards are used for training, and not for evaluation.
     """
     with parallel.failing_together(run.accelerator):
         table = score_rollouts(rewards, batch, run.tokenizer, run.progress.state)

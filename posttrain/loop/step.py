@@ -30,7 +30,7 @@ class Loss:
     """Result of one or several forward passes.
 
     Attributes:
-        value: Scalar on which backward is called. For several passes, it is the sum of their losses, detached.
+        value: Scalar on which backward is called. For several passes, it is the detached sum of their losses.
         metrics: Metrics to log, one dict per call of an objective.
         sums: Statistics of the method over the optimizer step, see `Method.step_sums`.
         terms: Unreduced loss terms of one pass. None: a function of the user computed the loss.
@@ -45,12 +45,12 @@ class Loss:
 
 
 def add_sums(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Add the ``sums`` of two losses. Each of them may be None."""
+    """Add the ``sums`` of two losses. Each of the two ``sums`` may be None."""
     return other if one is None else one if other is None else one + other
 
 
 def commit(run: Run, found: Loss, mode: str = "train") -> None:
-    """Log the metrics of completed passes, and add their ``sums`` to those of the optimizer step."""
+    """Log the metrics of completed passes, and add their ``sums`` to the ``sums`` of the optimizer step."""
     for metrics in found.metrics:
         run.log(metrics, mode)
     run.progress.sums = add_sums(run.progress.sums, found.sums)
@@ -217,7 +217,7 @@ def optim_step(
         sums: Sum of `Loss.sums` over the passes of the step.
 
     Returns:
-        ``grad_norm`` before clipping, and the metrics of the method for this step.
+        The gradient norm before clipping (``grad_norm``), and the metrics of the method for this step.
 
     Raises:
         PosttrainError: The gradient is not finite for the third consecutive time.

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "ref_model.safetensors"
 
 
-# Attributes of parameters that are sharded by ZeRO-3, FSDP 1, FSDP 2 or tensor parallelism.
+# Attributes that identify parameters sharded by ZeRO-3, FSDP 1, FSDP 2 or tensor parallelism.
 SHARD_MARKS = ("ds_id", "_fsdp_flattened", "_is_flat_param", "device_mesh")
 
 
@@ -42,7 +42,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def resumed_from(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """Return the checkpoint folder from which this run resumed, or None. Candidates are compared by their trainer state.
+    """Return the checkpoint folder from which this run resumed, or None. The folder is found by comparing trainer states.
 
     transformers does not pass the folder to callbacks. The candidates are ``args.resume_from_checkpoint`` and the checkpoint
     of the current step in the output directory. A candidate with a different log history belongs to another run and is
@@ -75,8 +75,8 @@ class SyncRefModelCallback(transformers.TrainerCallback):
 
     For each parameter, ``ref = (1 - a) * ref + a * policy`` with ``a = args.ref_model_mixup_alpha``. Parameters of reference
     and policy are paired by name. If the reference is in half precision, the update is computed on a float32 copy in main
-    memory, because bfloat16 would round away the change for a small ``a``. Every checkpoint contains the updated reference,
-    which is restored on resume.
+    memory, because bfloat16 would round away the change for a small ``a``. Every checkpoint contains the updated reference.
+    A resumed run restores the reference from it.
 
     Args:
         ref_model: The frozen model, or a `posttrain.models.reference.Reference` that contains it. None: the callback does

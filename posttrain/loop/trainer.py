@@ -71,18 +71,18 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     METHOD: ClassVar[type[Method[Any]]]
     # Config class of METHOD. If a subclass sets METHOD, this attribute is set automatically.
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
-    # Names for the model card, as in TRL's trainers. If a class sets METHOD but not these names, they are derived from the
-    # class name.
+    # Names that the model card uses, as in TRL's trainers. If a class sets METHOD but not these names, they are derived from
+    # the class name.
     _name: ClassVar[str] = "post-training"
     _tag_names: ClassVar[list[str]] = ["posttrain"]
-    # Default values. Trainers that prepare rows or sample completions override them.
+    # Default values of class attributes. Trainers that prepare rows or sample completions override these values.
     reports: Any = MappingProxyType({})
     rewards: Any = None
     environments: Any = None
     driver: Any = None
     no_rows: Any = ()  # Item of the loader if this process has no rows of an evaluation batch.
     _in_loop = False
-    # Losses that the method computed. The list exists only while a function of the user computes the loss of a pass.
+    # Losses that the method computed. The value is a list only while a function of the user computes the loss of a pass.
     _losses: list[step.Loss] | None = None
     _window_start: float | None = None
     _head: DatasetHead | None = None
@@ -116,7 +116,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return bool(self.router_coefficient)
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Components of the run, and settings with TRL's names, are set in the object that stores them.
+        # Attributes that belong to the run, and settings with TRL's names, are set in the object that stores them.
         if name not in attributes.SET or not attributes.write(self, name, value):
             super().__setattr__(name, value)
 
@@ -214,7 +214,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
 
     def prepare_evaluation(self, dataset: AnyDataset) -> Any:
-        """Prepare one raw evaluation set, or several by name. Prepared sets are returned unchanged."""
+        """Prepare one raw evaluation set, or a dict of several sets by name. Prepared sets are returned unchanged."""
         prepared = {}
         for name, subset in (dataset if isinstance(dataset, dict) else {"eval": dataset}).items():
             with naming(name):
@@ -256,8 +256,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.layout = build.joint_layout(self.layout, other, self.args)
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
-        """Return the function that converts dataset examples to an item of the loader: the list of batches of one
-        micro-batch.
+        """Return the function that converts dataset examples to an item of the loader. An item is a list with the batches of
+        one micro-batch.
         """
         if self.vision.reader is None:
             return lambda examples: Batches(self.run.collate(self.rows(examples)))
@@ -296,8 +296,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def head(self) -> DatasetHead:
-        """Sample of training rows that is checked before training. It is read once, and once more after ``train_dataset`` is
-        replaced.
+        """Sample of training rows that is checked before training. The sample is read once. If ``train_dataset`` is
+        replaced, a new sample is read.
         """
         if self._head is None or self._head.prepared is not self.train_dataset:
             sources = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
@@ -428,7 +428,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.checks.report_overlong()
         step.count_tokens(self.run, batches, counts)
         self.run.watch("step", self.run, batches, counts)
-        # Online methods have already counted these tokens. They count each prompt once per completion.
+        # Online methods have already counted these tokens. Their count includes each prompt once per completion.
         if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
         self._passes, self.denominators, self.progress.sums = [], counts, None
@@ -475,7 +475,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             model: Model to run, wrapped as in the run.
             inputs: Batch of one forward pass.
             return_outputs: Whether the `ModelOutputs` are also returned.
-            num_items_in_batch: See `Denominators.over`.
+            num_items_in_batch: Divisor of the loss; see `Denominators.over`.
 
         Returns:
             The loss of the pass, divided by counts of the whole optimizer step. The losses of all passes add up to the loss
@@ -731,9 +731,9 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.state.best_model_checkpoint = folder
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluate_resumed()  # Without a further training step, the owed evaluation has not run yet.
+        self._evaluate_resumed()  # If no training step followed, the skipped evaluation has not run yet.
         # Do not remove checkpoints here. With save_total_limit=1, transformers would remove all checkpoints except the best
-        # one. It would also remove those of other runs, and the checkpoint to resume from.
+        # one. It would remove checkpoints of other runs and the checkpoint to resume from too.
         with with_attributes(self.args, {"save_total_limit": None}):
             return super()._finalize_training(*args, **kwargs)
 
@@ -748,8 +748,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         load.load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return additional state for a checkpoint, as JSON-compatible data. A resumed run needs it to give the same result
-        as an uninterrupted run.
+        """Return additional state for a checkpoint, as JSON-compatible data. A resumed run needs this state to give the same
+        result as an uninterrupted run.
         """
         rows = self.get_total_train_batch_size(self.args)
         seen = checkpoint.rows_fingerprint(self._raw)
@@ -814,7 +814,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             return loader
         shard = EvalShard(batch_size, self.accelerator.num_processes, self.accelerator.process_index, self.eval_group)
         loader = evaluation_loader(dataset, self.args, shard, partial(self._collated, self.data_collator), sampler_fn)
-        # The parent class reads this attribute.
+        # Set this attribute, because the parent class reads it.
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
             vars(self).setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
@@ -829,7 +829,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def eval_group(self) -> int:
-        """Number of consecutive rows of an evaluation batch that the loss compares with each other."""
+        """Number of consecutive rows in an evaluation batch that the loss compares with each other."""
         return 1
 
     def evaluation_loop(  # The signature is that of transformers.

@@ -82,7 +82,7 @@ def engine_of(
 
     Args:
         run: Run of a method that samples.
-        given: Engine object of the user, or None.
+        given: Engine object that the user passed, or None.
         rewards: The reward functions.
         engine_on: Function that creates an in-process engine for a model. None: `training_engine`.
     """
@@ -146,7 +146,8 @@ class WeightSync:
         self._pushed_at: tuple[int, int] | None = None
         self._pushes = 0
         self.parity = Parity(run.args.weight_parity_every)
-        # Rank of the adapters that are pushed. 0: adapters are merged before a push. None: not decided yet.
+        # LoRA rank of pushed adapters. 0: adapters are merged before a push, so no adapter is pushed. None: the rank is not
+        # decided yet.
         self._adapter_rank: int | None = None
 
     @property
@@ -253,8 +254,8 @@ class WeightSync:
             try:
                 with self.parity.timed():
                     self._check_parity()
-            # The next generation waits for the server. After that, the weights are pushed and the log-probs are compared
-            # once more.
+            # The next generation waits for the server. After that, the weights are pushed again, and the log-probs are
+            # compared again.
             except (
                 ServerUnreachable,
                 ServerBusy,
@@ -263,7 +264,8 @@ class WeightSync:
                 self._pushed_at, self.parity.ended = None, None
 
     def parity_due(self, again: bool = False) -> bool:
-        """Return whether log-probs of trainer and engine are compared after this push. All ranks get the same result.
+        """Return whether the log-probs of trainer and engine must be compared after this push. All ranks get the same
+        result.
 
         Args:
             again: Whether the push repeats a version for a server that does not have it.
@@ -272,8 +274,8 @@ class WeightSync:
         return parallel.all_reduce_sum([float(due)], self.accelerator)[0] > 0
 
     def _moved(self) -> int:
-        """Return a version counter of the weights. Return 0 for sharded weights, because each gather would increase the
-        counter.
+        """Return a counter that increases when weights change. For sharded weights, return 0, because each gather would
+        increase the counter.
         """
         if parallel.shards_parameters(self.accelerator):
             return 0

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-# Constant that is added to a standard deviation to avoid division by 0 if all rewards of a group are equal.
+# Constant that is added to a standard deviation. It avoids division by 0 if all rewards of a group are equal.
 EPSILON = 1e-4
 # Constant that replaces EPSILON with scale_rewards='population', as in TRL's asynchronous GRPO.
 POPULATION_EPSILON = 1e-8
@@ -60,8 +60,8 @@ class AdvantageStats:
 
 
 def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Compute the total reward ``sum_k w_k r_k`` of each completion, over the functions that have scored it. The result is
-    NaN if no function has.
+    """Compute the total reward ``sum_k w_k r_k`` of each completion, over the reward functions that have scored it. The
+    result is NaN if no function has scored it.
 
     Args:
         rewards: Rewards ``(n, K)``. NaN means that the function did not score the completion.
@@ -72,7 +72,7 @@ def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def _alike(values: Tensor, dim: int) -> Tensor:
-    """Return whether all entries along ``dim`` that are not NaN are equal. The result keeps ``dim`` with size 1."""
+    """Return whether all values along ``dim`` that are not NaN are equal. The result keeps ``dim`` with size 1."""
     missing = values.isnan()
     high = values.masked_fill(missing, -torch.inf).amax(dim, keepdim=True)
     low = values.masked_fill(missing, torch.inf).amin(dim, keepdim=True)
@@ -80,7 +80,7 @@ def _alike(values: Tensor, dim: int) -> Tensor:
 
 
 def centred(values: Tensor, dim: int = -1) -> Tensor:
-    """Subtract the mean along ``dim``, ignoring NaN entries. If all entries are equal, the result is exactly 0, without
+    """Subtract the mean along ``dim``, ignoring NaN values. If all values are equal, the result is exactly 0, without
     rounding errors.
     """
     gaps = values - values.nanmean(dim, keepdim=True)
@@ -88,7 +88,9 @@ def centred(values: Tensor, dim: int = -1) -> Tensor:
 
 
 def _std(values: Tensor, dim: int = -1) -> Tensor:
-    """Return the Bessel-corrected standard deviation of the non-NaN entries, or NaN if there are fewer than two."""
+    """Return the Bessel-corrected standard deviation of the values that are not NaN. Return NaN if there are fewer than two
+    such values.
+    """
     count = (~values.isnan()).sum(dim, keepdim=True)
     squares = centred(values, dim).square().nansum(dim, keepdim=True)
     variance = torch.where(count > 1, squares / (count - 1).clamp_min(1), torch.nan)
@@ -136,8 +138,8 @@ def flat_groups(
 def group_spread(
     rewards: Tensor, weights: Tensor, group_size: int, *, aggregation: str = "sum_then_normalize"
 ) -> Tensor:
-    """Compute the Bessel-corrected standard deviation of the rewards of each group, ``(n / G,)``. The result is NaN for
-    groups with fewer than two scored completions.
+    """Compute the Bessel-corrected standard deviation of each group's rewards, as a tensor ``(n / G,)``. The result is NaN
+    for groups with fewer than two scored completions.
 
     By default, the function returns the standard deviation of the total reward. With ``normalize_then_sum``, it returns the
     largest of the standard deviations of the reward functions with a nonzero weight. Two functions whose rewards cancel in the
@@ -204,8 +206,8 @@ def group_advantages(
 
 
 def _scale(std: Tensor, grouped: Tensor, scale_rewards: str) -> Tensor | float:
-    """Return the divisor of the centered total rewards, whose original values are ``grouped (n / G, G)``. ``std (n / G,)`` is
-    the standard deviation of each group.
+    """Return the divisor of the centered total rewards. The argument ``grouped`` contains the ``(n / G, G)`` total rewards,
+    and ``std`` the ``(n / G,)`` standard deviations of the groups.
     """
     if scale_rewards == "none":
         return 1.0
@@ -228,8 +230,8 @@ def _normalize_then_sum(rewards: Tensor, weights: Tensor, totals: Tensor) -> Ten
 
 
 def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
-    """Compute the RLOO advantages ``A_i = R_i - mean(R_j, j != i)`` within each group, ``(n,)``. An advantage is 0 if no
-    other completion of the group has a reward.
+    """Compute ``(n,)`` RLOO advantages ``A_i = R_i - mean(R_j, j != i)`` within each group. An advantage is 0 if no other
+    completion of the group has a reward.
 
     Reference: RLOO, arXiv:2402.14740, equation 8.
 

@@ -113,7 +113,7 @@ def _finite(logp: Tensor) -> Tensor:
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Compute the KL divergence ``sum_v a (log a - log b)``, ``(...)``."""
+    """Compute the KL divergence ``sum_v a (log a - log b)`` over the last dimension."""
     a, b = _finite(log_a), _finite(log_b)
     value = torch.linalg.vecdot(a.exp(), a - b)
     if b is log_b:
@@ -126,8 +126,8 @@ def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def with_tail(logp: Tensor) -> Tensor:
-    """Append the log-prob of all other token ids together to the log-probs of k selected ids: ``(..., k)`` becomes
-    ``(..., k + 1)``.
+    """Append the log-prob of all other token ids together to the log-probs of k selected ids. Tensors ``(..., k)`` become
+    tensors ``(..., k + 1)``.
 
     The logarithm of the total probability of the selected ids is limited to -1e-7. The probability of the appended category
     is therefore at least about 1e-7.
@@ -142,12 +142,12 @@ def normalized(logp: Tensor) -> Tensor:
 
 
 def support_mass(logp: Tensor) -> Tensor:
-    """Return the total probability of the selected ids, ``(...)``."""
+    """Return the total probability of the selected ids, which is a sum over the last dimension."""
     return logp.logsumexp(-1).exp()
 
 
 def union_support(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Concatenate two sets of selected ids, ``(..., k)`` and ``(..., m)``. Return all ids and a mask of repeated ids.
+    """Concatenate two tensors ``(..., k)`` and ``(..., m)`` of selected ids. Return all ids and a mask of repeated ids.
 
     The mask is True for ids of ``second`` that are also in ``first``.
     """
@@ -166,15 +166,15 @@ def score_surrogate(logp: Tensor, teacher_logp: Tensor) -> Tensor:
     The value of the term is not the KL divergence.
 
     Args:
-        logp: Log-probs of the sampled tokens under the student, any shape.
+        logp: Log-probs of the sampled tokens under the student. The tensor may have any shape.
         teacher_logp: Log-probs of the same tokens under the teacher.
     """
     return (logp - teacher_logp).detach() * logp
 
 
 def _by_sequence(values: Tensor, mask: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """Reshape the values ``(B, T)`` of selected tokens to one padded row per sequence, ``(S, L)``. Return the rows and a mask
-    that is False for padding.
+    """Rearrange the ``(B, T)`` values of selected tokens to a tensor ``(S, L)`` with one padded row per sequence. Return the
+    rows and a mask that is False for padding.
     """
     lengths = torch.bincount(sequence[mask])
     lengths = lengths[lengths > 0].tolist()
@@ -186,12 +186,12 @@ def _by_sequence(values: Tensor, mask: Tensor, sequence: Tensor) -> tuple[Tensor
 def discounted_returns(
     rewards: Tensor, mask: Tensor, sequence: Tensor, *, gamma: float, length_normalization: bool
 ) -> Tensor:
-    """Compute the discounted returns ``A_t = r_t + gamma A_{t+1}`` within each sequence, ``(B, T)``, without gradient.
+    """Compute ``(B, T)`` discounted returns ``A_t = r_t + gamma A_{t+1}`` within each sequence, without gradient.
 
     Args:
         rewards: ``(B, T)`` reward of each token.
         mask: Bool tensor ``(B, T)``, True for tokens that are included. All other tokens get the return 0.
-        sequence: ``(B, T)`` int64, sequence index of each token.
+        sequence: ``(B, T)`` int64 sequence index of each token.
         gamma: Discount in [0, 1].
         length_normalization: Whether to divide each return by ``sum_{i >= t} gamma^(i - t)``.
 
@@ -207,14 +207,14 @@ def discounted_returns(
 
 
 def prefix_weights(advantages: Tensor, mask: Tensor, sequence: Tensor, *, gamma: float, epsilon: float) -> Tensor:
-    """Compute the token weights ``1 + gamma (1 - sum_{i < t} |a_i| / sum_i |a_i|)`` of IW-OPD, ``(B, T)``. Within a sequence,
+    """Compute the ``(B, T)`` token weights ``1 + gamma (1 - sum_{i < t} |a_i| / sum_i |a_i|)`` of IW-OPD. Within a sequence,
     the weights decrease from ``1 + gamma`` to 1.
 
     Args:
         advantages: ``(B, T)`` log-prob of each sampled token under the teacher minus its log-prob under the student, in
             nats.
-        mask: ``(B, T)`` bool, tokens that are included.
-        sequence: ``(B, T)`` int64, sequence index of each token.
+        mask: Bool tensor ``(B, T)``, True for tokens that are included.
+        sequence: ``(B, T)`` int64 sequence index of each token.
         gamma: Maximum additional weight, at least 0.
         epsilon: Minimum of the denominator, above 0.
 
@@ -258,7 +258,7 @@ def hybrid_divergence(
         log_p: ``(..., W)`` log-probs of the teacher.
         matched: Ids ``(M,)`` in the student's vocabulary and ids ``(M,)`` in the teacher's vocabulary. The i-th id of the
             student and the i-th id of the teacher stand for the same bytes.
-        beta: See `divergence`.
+        beta: Same as in `divergence`.
     """
     mine, theirs = matched
     both = divergence(with_tail(log_q[..., mine]), with_tail(log_p[..., theirs]), beta=beta)

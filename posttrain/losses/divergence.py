@@ -81,7 +81,7 @@ def alpha_divergence(log_ratio: Tensor, *, alpha: float) -> Tensor:
     is computed in float32 and cast to the dtype of ``L``.
 
     Args:
-        log_ratio: Any shape and floating dtype.
+        log_ratio: Log-ratios in nats, with any shape and floating dtype.
         alpha: Coefficient of the divergence.
 
     Returns:
@@ -110,7 +110,7 @@ def link(log_ratio: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.
     """Compute the score of a log-ratio under the f-divergence called ``divergence``.
 
     Args:
-        log_ratio: Any shape and floating dtype, in nats.
+        log_ratio: Log-ratios in nats, with any shape and floating dtype.
         divergence: A key of `DIVERGENCES`.
         alpha: Coefficient of ``alpha_divergence``. Other divergences have no coefficient.
 
@@ -145,13 +145,13 @@ def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tenso
 
     Args:
         logp: ``(B, T)`` log-probs of the policy or of the reference.
-        mask: ``(B, T)`` bool, tokens that are included.
-        sequence: ``(B, T)`` int64, sequence index of each token, -1 for tokens of no sequence.
-        limits: ``(S,)`` limit of each sequence: the length in tokens of the shorter completion of its pair.
+        mask: Bool tensor ``(B, T)``, True for tokens that are included.
+        sequence: ``(B, T)`` int64 sequence index of each token, or -1 for tokens that belong to no sequence.
+        limits: ``(S,)`` limit of each sequence, which is the length in tokens of the shorter completion of the pair.
         alpha: Weight of the tokens beyond the limit. 1 gives the plain sum, and 0 ignores these tokens.
 
     Returns:
-        ``(S,)``.
+        ``(S,)`` sums.
 
     Reference: Length desensitization in DPO (LD-DPO), arXiv:2409.06411.
     """
@@ -175,8 +175,8 @@ def collision_logp(logits: Tensor) -> Tensor:
 
 
 def wpo_weight(logp: Tensor, collision: Tensor, length: Tensor) -> Tensor:
-    """Compute the WPO weight of each completion, ``exp((sum_t l_t - sum_t log sum_v p_v^2) / n)``, ``(S,)``. The weight
-    has no gradient and no upper limit.
+    """Compute the WPO weight ``exp((sum_t l_t - sum_t log sum_v p_v^2) / n)`` of each of S completions. The weight has no
+    gradient and no upper limit.
 
     The weight of a pair is the product of the weights of its two completions.
 

@@ -11,7 +11,7 @@ __all__ = ["dft", "dft_loss", "nll", "uniform_nll"]
 
 
 def nll(logp: Tensor) -> Tensor:
-    """Return the negative log-likelihood ``-log p`` of each token, ``(B, T)``."""
+    """Return the ``(B, T)`` negative log-likelihoods ``-log p`` of tokens."""
     return -logp
 
 
@@ -29,10 +29,10 @@ def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | float | 
     trainer as ``compute_loss_func``.
 
     Args:
-        outputs: Model output with ``logits (B, T, V)``. The logits at t predict the label at t + 1.
-        labels: ``(B, T)`` token ids, or -100 for tokens that are not trained.
-        num_items_in_batch: Number N of trained tokens of the optimizer step. None: the number of trained tokens in
-            ``labels``. The divisor is at least 1, so that a batch without trained tokens has loss 0.
+        outputs: Model output whose ``logits`` are a tensor ``(B, T, V)``. The logits at t predict the label at t + 1.
+        labels: ``(B, T)`` token ids, or -100 for tokens that do not contribute to the loss.
+        num_items_in_batch: Number N of tokens in the loss of the optimizer step. None: the number of labels other than -100
+            in ``labels``. The divisor is at least 1, so that the loss of a batch without such labels is 0.
 
     Returns:
         Scalar.

@@ -49,8 +49,8 @@ LEVELS = ("token", "sequence", "sequence_token")
 def importance_log_ratio(
     logp: Tensor, old_logp: Tensor | None, mask: Tensor, sequence: Tensor, num_sequences: int, *, level: str
 ) -> Tensor:
-    """Compute the logarithm of the importance ratio, ``(B, T)``. The ratio is the token's probability under the current policy
-    divided by its probability under the policy that sampled it.
+    """Compute the ``(B, T)`` logarithms of importance ratios. The ratio of a token is the token's probability under the
+    current policy divided by its probability under the policy that sampled it.
 
     The level ``token`` gives ``logp - old_logp``. The level ``sequence`` gives every token the mean of these log-ratios over
     its sequence, i.e. the log of the geometric mean of the token ratios. The level ``sequence_token`` gives the same values,
@@ -58,10 +58,10 @@ def importance_log_ratio(
 
     Args:
         logp: ``(B, T)`` log-probs under the current policy.
-        old_logp: ``(B, T)`` log-probs under the policy that sampled the tokens. ``old_logp`` is None if the policy has
-            not changed since then. The log-ratio is then 0, and its gradient is the gradient of ``logp``.
-        mask: ``(B, T)`` bool, loss tokens.
-        sequence: ``(B, T)`` sequence index.
+        old_logp: ``(B, T)`` log-probs under the policy that sampled the tokens. None if the policy has not changed since
+            then. The log-ratio is then 0, and its gradient is the gradient of ``logp``.
+        mask: Bool tensor ``(B, T)``, True for loss tokens.
+        sequence: ``(B, T)`` sequence index of each token.
         num_sequences: Number of sequences S.
         level: One of `LEVELS`.
 
@@ -130,15 +130,15 @@ def rollout_correction(
 def sequence_weight(
     weight: Tensor, rollout_logp: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> tuple[Tensor, Tensor]:
-    """Reduce the weights of a sequence-level correction to one weight per sequence, ``(S,)``. Return the weights, and a bool
-    tensor ``(S,)`` that is False for sequences without a weight.
+    """Reduce the weights of a sequence-level correction to one weight per sequence. Return a tensor ``(S,)`` of weights, and
+    a bool tensor ``(S,)`` that is False for sequences without a weight.
 
     Args:
         weight: ``(B, T)`` weights from `rollout_correction`.
         rollout_logp: ``(B, T)`` log-probs of the engine. Tokens with NaN are ignored, because their weight is always 0.
-        mask: ``(B, T)`` bool, loss tokens.
-        sequence: ``(B, T)`` sequence index.
-        num_sequences: S.
+        mask: Bool tensor ``(B, T)``, True for loss tokens.
+        sequence: ``(B, T)`` sequence index of each token.
+        num_sequences: Number of sequences S.
     """
     known = mask & ~rollout_logp.isnan()
     some = sequence_sum(known.float(), known, sequence, num_sequences) > 0
@@ -149,9 +149,9 @@ def engine_gap(logp: Tensor, sampled_logp: Tensor, mask: Tensor) -> dict[str, Me
     """Compute metrics of the difference between the log-probs of engine and trainer for the same tokens and weights.
 
     Args:
-        logp: Log-probs of the trainer, any shape, nats.
+        logp: Log-probs of the trainer in nats. The tensor may have any shape.
         sampled_logp: Log-probs of the engine, or NaN for tokens for which the engine has returned no log-prob.
-        mask: Loss tokens.
+        mask: Bool tensor, True for loss tokens.
 
     Returns:
         Metrics by name: mean and maximum of ``|logp - sampled_logp|``, the KL estimate ``mean(rho - 1 - log rho)``, and the
@@ -198,7 +198,7 @@ def entropy_mask(
 
     Args:
         entropy: ``(B, T)`` entropy in nats of the distribution of each token.
-        mask: ``(B, T)`` bool, loss tokens.
+        mask: Bool tensor ``(B, T)``, True for loss tokens.
         quantile: Fraction of the tokens to select. 0 selects only the token with the maximum entropy.
         gather: Function that concatenates a 1-D tensor over ranks, so that all ranks use the same threshold. None: one
             process.
@@ -226,7 +226,7 @@ def clipped(
 
     Args:
         log_ratio: ``(B, T)`` log importance ratio.
-        advantages: ``(B, T)``.
+        advantages: ``(B, T)`` advantages.
         epsilon: Clip range below 1.
         epsilon_high: Clip range above 1.
         delta: Maximum of the unclipped ratio, or None. Without this limit, the loss of a token with a negative advantage is
@@ -270,12 +270,12 @@ def surrogate(
     delta: float | None,
     sapo_temperatures: tuple[float, float],
 ) -> Tensor:
-    """Compute the policy loss of each token with the surrogate ``name``, ``(B, T)``.
+    """Compute the ``(B, T)`` policy losses of tokens with the surrogate ``name``.
 
     Args:
-        name: See `LossType`.
+        name: Name of the surrogate; see `LossType`.
         log_ratio: ``(B, T)`` log importance ratio.
-        advantages: ``(B, T)``.
+        advantages: ``(B, T)`` advantages.
         logp: ``(B, T)`` log-probs under the current policy.
         epsilon: Clip range below 1.
         epsilon_high: Clip range above 1.
@@ -308,11 +308,11 @@ def token_terms(
         name: Name of the surrogate.
         logp: Log-probs under the current policy.
         advantages: Advantage of each token's completion.
-        old_logp: Log-probs at sampling time. ``old_logp`` is None if the policy has not changed since.
+        old_logp: Log-probs at sampling time. None if the policy has not changed since then.
         ref_logp: Log-probs under the reference. None: no KL penalty.
         beta: Coefficient of the KL penalty.
         corrected: Whether the KL penalty is multiplied by the importance ratio.
-        options: See `surrogate`.
+        options: Further arguments of `surrogate`.
     """
     log_ratio = logp - (logp.detach() if old_logp is None else old_logp)
     terms = surrogate(name, log_ratio, advantages, logp, **options)
@@ -331,15 +331,15 @@ def geometric_ratio(
     epsilon: float,
     epsilon_high: float,
 ) -> Tensor:
-    """Compute GMPO's ratio ``c_i = exp(mean_t d'_t)`` of each sequence, ``(S,)``. The clipped log-ratio ``d'`` is
+    """Compute GMPO's ratio ``c_i = exp(mean_t d'_t)`` of each of S sequences. The clipped log-ratio ``d'`` is
     ``min(d, eps_high)`` if A > 0, and ``max(d, -eps)`` otherwise.
 
     Args:
         log_ratio: ``(B, T)`` token log-ratios d.
-        advantages: ``(S,)``.
-        mask: ``(B, T)`` bool, tokens that are included.
-        sequence: ``(B, T)`` sequence index.
-        num_sequences: S.
+        advantages: ``(S,)`` advantages.
+        mask: Bool tensor ``(B, T)``, True for tokens that are included.
+        sequence: ``(B, T)`` sequence index of each token.
+        num_sequences: Number of sequences S.
         epsilon: Clip range of the log-ratio below 0.
         epsilon_high: Clip range of the log-ratio above 0.
 
@@ -368,7 +368,7 @@ def vespo_weight(
     neg: tuple[float, float],
     rollout_weight: Tensor | None = None,
 ) -> Tensor:
-    """Compute VESPO's weight ``phi = exp(lam + k log w - lam w)`` of each sequence, ``(S,)``, where w is the sequence's
+    """Compute VESPO's weight ``phi = exp(lam + k log w - lam w)`` of each of S sequences, where w is the sequence's
     importance ratio. The weight has no gradient.
 
     A token with the rollout weight 0 contributes ``log 1e-8`` to ``log w``. The weight of the token's whole sequence is then
@@ -376,10 +376,10 @@ def vespo_weight(
 
     Args:
         log_ratio: ``(B, T)`` token log-ratios.
-        advantages: ``(S,)``.
-        mask: ``(B, T)`` bool.
-        sequence: ``(B, T)`` sequence index.
-        num_sequences: S.
+        advantages: ``(S,)`` advantages.
+        mask: Bool tensor ``(B, T)``, True for loss tokens.
+        sequence: ``(B, T)`` sequence index of each token.
+        num_sequences: Number of sequences S.
         pos: Parameters ``(k, lam)`` for A >= 0.
         neg: Parameters ``(k, lam)`` for A < 0.
         rollout_weight: ``(B, T)`` weights from `rollout_correction`, or None.
@@ -397,7 +397,7 @@ def vespo_weight(
 
 
 def vespo(phi: Tensor, advantages: Tensor, logp: Tensor) -> Tensor:
-    """Compute the VESPO loss of each token, ``-sg(phi) A log p``, ``(B, T)``."""
+    """Compute the ``(B, T)`` VESPO losses ``-sg(phi) A log p`` of tokens."""
     return -phi.detach() * advantages * logp
 
 

@@ -36,7 +36,7 @@ def response_masks(lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
     ``tokens[i, t] = t < L_i`` and ``states[i, t] = t < min(L_i + 1, T)``.
 
     Args:
-        lengths: ``(S,)`` int, number of tokens of each response.
+        lengths: ``(S,)`` int number of tokens of each response.
         width: T, the maximum number of tokens of a response.
 
     Returns:
@@ -59,13 +59,13 @@ def token_rewards(
         logp: ``(S, T)`` log-probs of the sampled tokens at sampling time, in nats. T is the maximum length of a response.
         ref_logp: ``(S, T)`` log-probs under the reference.
         scores: ``(S,)`` score of each response.
-        lengths: ``(S,)`` int, number of tokens of each response. Log-probs after the last token are ignored.
+        lengths: ``(S,)`` int number of tokens of each response. Log-probs after the last token are ignored.
         kl_coef: Weight of the KL penalty.
         kl_estimator: ``k1`` or ``k3``, see `posttrain.losses.policy`.
 
     Returns:
-        Rewards and KL divergences, both ``(S, T)``. Rewards are 0 after the last state of a response, and KL divergences are 0
-        after its last token.
+        Two tensors ``(S, T)`` of rewards and of KL divergences. Rewards are 0 after the last state of a response, and KL
+        divergences are 0 after its last token.
 
     Reference: Learning to summarize from human feedback, arXiv:2009.01325, section 3.4.
     """
@@ -80,13 +80,13 @@ def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> tuple[T
     the last state of a response, V and A are 0.
 
     Args:
-        rewards: ``(S, T)`` rewards r, 0 after a response's last state.
-        values: ``(S, T)`` values V, 0 after a response's last state.
+        rewards: ``(S, T)`` rewards r, which are 0 after a response's last state.
+        values: ``(S, T)`` values V, which are 0 after a response's last state.
         gamma: Discount per token, in [0, 1].
         lam: Lambda of GAE. 1 gives the Monte-Carlo return minus the value, and 0 gives the one-step error.
 
     Returns:
-        Advantages and returns ``A + V``, ``(S, T)`` each.
+        Two tensors ``(S, T)`` of advantages A and of returns ``A + V``.
 
     Reference: High-dimensional continuous control using generalized advantage estimation, arXiv:1506.02438, equation 16.
 

@@ -1,7 +1,7 @@
 """Losses on preference pairs: DPO and its variants, and the reference-free losses CPO, SimPO, AlphaPO, TPO and ORPO.
 
-The arguments of every function are tensors ``(P,)`` in float32 or float64 with one number per pair. The return value is
-``(P,)``, one loss per pair. Names of arguments:
+The arguments of every function are tensors ``(P,)`` in float32 or float64 with one number per pair. The return value is a
+tensor ``(P,)`` with one loss per pair. Names of arguments:
 
 - ``logp``: sum of log-probs over the tokens of the completion, in nats;
 - ``ratio``: the sum of log-probs under the policy minus the sum under the reference model;
@@ -76,7 +76,7 @@ def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
         beta: Strength of the regularization towards the reference.
 
     Returns:
-        ``(P,)``.
+        ``(P,)`` losses.
 
     Reference: Direct preference optimization, arXiv:2305.18290, equation 7.
 
@@ -87,7 +87,7 @@ def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute the hinge loss ``max(0, 1 - beta d)``, ``(P,)``. The gradient is 0 if the difference d of the scores is at
+    """Compute the hinge loss ``max(0, 1 - beta d)`` of each pair. The gradient is 0 if the difference d of the scores is at
     least ``1 / beta``.
 
     Reference: Statistical rejection sampling (RSO), arXiv:2309.06657; SLiC-HF, arXiv:2305.10425.
@@ -96,7 +96,7 @@ def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def squared_gap(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute the squared loss ``(d - 1 / (2 beta))^2``, ``(P,)``. The loss moves the difference d of the scores to the
+    """Compute the squared loss ``(d - 1 / (2 beta))^2`` of each pair. The loss moves the difference d of the scores to the
     target ``1 / (2 beta)``.
 
     Reference: A general theoretical paradigm (IPO), arXiv:2310.12036, equation 17.
@@ -105,7 +105,7 @@ def squared_gap(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def ipo(chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length: Tensor, *, beta: float) -> Tensor:
-    """Compute the IPO loss ``(s+/N+ - s-/N- - 1 / (2 beta))^2``, ``(P,)``, i.e. `squared_gap` of scores per token.
+    """Compute the IPO loss ``(s+/N+ - s-/N- - 1 / (2 beta))^2`` of each pair, i.e. `squared_gap` of scores per token.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -131,7 +131,7 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
         label_smoothing: eps in (0, 1), the probability that the label is wrong.
 
     Returns:
-        ``(P,)`` losses, which are never negative, and 0 for ``sig(beta d) = 1 - eps``.
+        ``(P,)`` losses. They are never negative, and are 0 for ``sig(beta d) = 1 - eps``.
 
     Raises:
         ConfigError: ``label_smoothing`` is not in (0, 1).
@@ -149,8 +149,8 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
 
 
 def nca_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute the NCA loss ``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2``, ``(P,)``. The loss prevents chosen
-    completions from becoming less likely.
+    """Compute the NCA loss ``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2`` of each pair. The loss prevents
+    chosen completions from becoming less likely.
 
     Reference: Noise contrastive alignment (NCA), arXiv:2402.05369.
     """
@@ -186,7 +186,7 @@ def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: fl
 
 
 def bco_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute the BCO loss of pairs, ``-lsig(beta L+) - lsig(-beta L-)``, ``(P,)``. No running mean of rewards is subtracted,
+    """Compute the BCO loss ``-lsig(beta L+) - lsig(-beta L-)`` of each pair. No running mean of rewards is subtracted,
     unlike in `posttrain.losses.unpaired.bco`.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
@@ -195,8 +195,8 @@ def bco_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def sppo_hard(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute the SPPO loss ``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2``, ``(P,)``. The chosen log-ratio has the target
-    ``1 / (2 beta)``, and the rejected log-ratio has the target ``-1 / (2 beta)``.
+    """Compute the SPPO loss ``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2`` of each pair. The chosen log-ratio has the
+    target ``1 / (2 beta)``, and the rejected log-ratio has the target ``-1 / (2 beta)``.
 
     Reference: Self-play preference optimization (SPPO), arXiv:2405.00675, with hard labels.
     """
@@ -205,8 +205,8 @@ def sppo_hard(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> T
 
 
 def smoothed_sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute the cross-entropy with smoothed labels, ``-(1 - eps) lsig(beta d) - eps lsig(-beta d)``, ``(P,)`` (conservative
-    DPO).
+    """Compute the cross-entropy ``-(1 - eps) lsig(beta d) - eps lsig(-beta d)`` of each pair with smoothed labels
+    (conservative DPO).
 
     Reference: Mitchell 2023, "A note on DPO with noisy preferences"; as CPO without a reference, arXiv:2401.08417.
     """
@@ -223,12 +223,12 @@ def aot(
     beta: float,
     label_smoothing: float,
 ) -> Tensor:
-    """Compute the AOT loss: `smoothed_sigmoid` of the policy's sorted differences of log-probs minus the reference's sorted
-    differences.
+    """Compute the AOT loss `smoothed_sigmoid(u - v)`, where u and v are the sorted log-prob differences of policy and
+    reference.
 
     The loss increases the i-th value of ``u = sort(log pi+ - log pi-)`` relative to the i-th value of
-    ``v = sort(log rho+ - log rho-)``. If every value of u exceeds the value of v, the distribution of u dominates the
-    distribution of v (first-order stochastic dominance).
+    ``v = sort(log rho+ - log rho-)``. If every value of u exceeds the value of v at the same index, the distribution of u
+    dominates the distribution of v (first-order stochastic dominance).
 
     Args:
         chosen_logp: ``(P,)`` policy's log-probs of chosen completions.
@@ -258,7 +258,7 @@ def aot_unpaired(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float, l
 
 
 def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute the APO-zero loss ``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``. The loss makes chosen completions more
+    """Compute the APO-zero loss ``[1 - sig(beta L+)] + sig(beta L-)`` of each pair. The loss makes chosen completions more
     likely and rejected completions less likely.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
@@ -267,8 +267,8 @@ def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute the APO-down loss ``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``. The loss makes both completions less
-    likely, and the rejected completion more so than the chosen completion.
+    """Compute the APO-down loss ``sig(beta L+) + [1 - sig(beta (L+ - L-))]`` of each pair. The loss makes both completions
+    less likely. The likelihood of the rejected completion decreases more.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -276,7 +276,8 @@ def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: float) -> Tensor:
-    """Compute the DiscoPOP loss ``(1 - g)(-lsig(a)) + g exp(-a)`` with ``a = beta d`` and ``g = sig(a / tau)``, ``(P,)``.
+    """Compute the DiscoPOP loss ``(1 - g)(-lsig(a)) + g exp(-a)`` of each pair, with ``a = beta d`` and
+    ``g = sig(a / tau)``.
 
     The second term is computed as ``exp(-a + lsig(a / tau))``, which avoids 0 times infinity for very negative a. The loss is
     not convex. For tau below 0.102, the slope of the loss at a = 0 is positive, so the first optimizer steps decrease
@@ -292,8 +293,8 @@ def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: flo
 def sigmoid_norm(
     chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length: Tensor, *, beta: float
 ) -> Tensor:
-    """Compute the length-normalized DPO loss ``-lsig(beta (s+/N+ - s-/N-))``, ``(P,)``. Dividing scores by lengths avoids a
-    preference for long completions.
+    """Compute the length-normalized DPO loss ``-lsig(beta (s+/N+ - s-/N-))`` of each pair. Dividing scores by lengths avoids
+    a preference for long completions.
 
     Reference: Tülu 3, arXiv:2411.15124.
     """
@@ -333,7 +334,7 @@ def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float, label_
 
 
 def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Compute the logarithm of the odds ratio, ``(a - b) - [log(1 - e^a) - log(1 - e^b)]``, ``(P,)``. a and b are mean
+    """Compute the logarithm ``(a - b) - [log(1 - e^a) - log(1 - e^b)]`` of each pair's odds ratio. a and b are mean
     log-probs per token. The result is float32 or float64.
     """
     a, b = (x if x.dtype == torch.float64 else x.float() for x in (chosen, rejected))
@@ -341,8 +342,8 @@ def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute ORPO's penalty ``-beta lsig(o)``, ``(P,)``, where o is `log_odds_ratio`. ORPO adds the penalty to the negative
-    log-likelihood.
+    """Compute ORPO's penalty ``-beta lsig(o)`` of each pair, where o is `log_odds_ratio`. ORPO adds the penalty to the
+    negative log-likelihood.
 
     Reference: ORPO, arXiv:2403.07691, equation 6.
     """
@@ -351,8 +352,8 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Loss function with the names of its inputs. A call selects the inputs from a mapping, which may contain additional
-    entries.
+    """Loss function with the names of its inputs. A call selects the inputs by name from a mapping, which may contain
+    additional names.
 
     Attributes:
         function: The loss function.
@@ -428,7 +429,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
         margin: ``(P,)`` margin m. None: m is 0.
 
     Returns:
-        ``(P,)``.
+        ``(P,)`` losses.
 
     Reference: Training a helpful and harmless assistant, arXiv:2204.05862; margin: Llama 2, arXiv:2307.09288, equation 2.
     """
@@ -437,8 +438,8 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 
 
 def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Compute the penalty ``(r+ + r-)^2`` of each pair, ``(P,)``. The penalty keeps the mean score close to 0, because losses
-    on differences of scores do not determine the mean.
+    """Compute the penalty ``(r+ + r-)^2`` of each pair. The penalty keeps the mean score close to 0, because losses on
+    differences of scores do not determine the mean.
 
     Reference: Helping or herding, arXiv:2312.09244, equation 2.
     """

@@ -75,7 +75,7 @@ class Denominators:
 
 
 def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Sum the values ``(B, T)`` of each sequence over its tokens at which the mask is True. Return ``(S,)`` sums."""
+    """Sum ``(B, T)`` values over the tokens of each sequence at which the mask is True. Return ``(S,)`` sums."""
     # Add the values of masked-out tokens to index S, which is then dropped. Boolean indexing would synchronize with the
     # device.
     place = torch.where(mask & (sequence >= 0), sequence, num_sequences)
@@ -88,16 +88,16 @@ def sequence_lengths(mask: Tensor, sequence: Tensor, num_sequences: int) -> Tens
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Average the values ``(B, T)`` of each sequence over its tokens at which the mask is True. Return ``(S,)`` means. The
-    mean of a sequence without such tokens is 0.
+    """Average ``(B, T)`` values over the tokens of each sequence at which the mask is True. Return ``(S,)`` means. The mean
+    of a sequence without such tokens is 0.
     """
     sums = sequence_sum(values, mask, sequence, num_sequences)
     return sums / sequence_lengths(mask, sequence, num_sequences).to(sums)
 
 
 def spread(values: Tensor, sequence: Tensor) -> Tensor:
-    """Copy the value of each sequence, ``(S,)``, to all tokens of the sequence, ``(B, T)``. Tokens that belong to no sequence
-    get 0. Values of shape ``(B, T)`` are returned unchanged.
+    """Copy the ``(S,)`` values of sequences to all tokens of each sequence. Return ``(B, T)`` values, which are 0 for tokens
+    that belong to no sequence. If the argument already has the shape ``(B, T)``, it is returned unchanged.
     """
     if values.shape == sequence.shape:
         return values

@@ -11,8 +11,9 @@ compares the two renormalized distributions::
     r(v) = pi(v) / (pi(K) mu(v)),    E_mu[r] = 1 with the weights that sampled, and with other weights if they have the same K
 
 The gradient of ``log r`` is the gradient of ``log pi``. No gradient flows through ``pi(K)``. With advantages A and unchanged
-weights, the expected gradient is the gradient of ``sum_{v in K} pi(v) A(v) / pi_s(K)``. If ``log mu`` was trained instead of
-``log pi``, the gradient could not change the probability outside of K. In the demo, the policy then collapses (docs/grpo.md).
+weights, the expected gradient is the gradient of ``sum_{v in K} pi(v) A(v) / pi_s(K)``. If the loss contained ``log mu``
+instead of ``log pi``, the gradient could not change the probability outside of K. In the demo, the policy then collapses
+(docs/grpo.md).
 
 Because of rounding or updated weights, a sampled token can be outside of the trainer's K. In this case, the token is added to
 K. The rules are applied in vLLM's order: first min-p and top-k, then top-p on the renormalized probabilities of the remaining
@@ -31,13 +32,13 @@ from torch import Tensor
 
 from posttrain.types import Truncation
 
-# Numbers of largest logits that are sorted to find the nucleus of top-p. The numbers are tried in this order. If none is
-# sufficient, all logits are sorted.
+# Numbers of logits that are sorted to find the nucleus of top-p. The numbers are tried in this order, each with the largest
+# logits. If no number is sufficient, all logits are sorted.
 CANDIDATES = (256, 4096)
 
 
 def kept_from(logits: Tensor, truncation: Truncation) -> Tensor:
-    """Return the smallest logit of each row that top-k, top-p and min-p keep, ``(n, 1)``.
+    """Return the ``(n, 1)`` smallest logits that top-k, top-p and min-p keep in each row.
 
     Args:
         logits: ``(n, V)`` logits, divided by the temperature.
@@ -68,7 +69,7 @@ def truncate(logits: Tensor, truncation: Truncation) -> Tensor:
 
 
 def kept_log_mass(logits: Tensor, truncation: Truncation, targets: Tensor) -> Tensor:
-    """Compute ``log pi(K)`` of each row, ``(n,)``. K always includes the sampled tokens ``targets (n, 1)``.
+    """Compute ``log pi(K)`` of each of n rows. K always includes the sampled tokens ``targets (n, 1)``.
 
     >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     >>> kept_log_mass(logits, Truncation(top_k=2), torch.tensor([[0]])).exp()
@@ -82,7 +83,7 @@ def kept_log_mass(logits: Tensor, truncation: Truncation, targets: Tensor) -> Te
 
 
 def _nucleus_from(logits: Tensor, top_p: float) -> Tensor:
-    """Return the smallest logit inside the nucleus of top-p for each row, ``(n, 1)``. More logits are sorted only for rows
+    """Return the ``(n, 1)`` smallest logits inside the nucleus of top-p of each row. More logits are sorted only for rows
     with a larger nucleus.
     """
     log_z = logits.logsumexp(-1, keepdim=True)

@@ -30,13 +30,13 @@ __all__ = [
 
 
 def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Return the sum and the number of log-ratios of mismatched prompts and completions. The caller sums both over ranks and
-    passes them to `kl_baseline`.
+    """Return the sum and the number of log-ratios of mismatched prompts and completions. The caller adds these two values
+    over ranks, and passes the results to `kl_baseline`.
 
     Args:
         log_ratio: ``(S,)`` log-ratios L of prompts that are followed by another prompt's completion.
-        valid: Bool tensor ``(S,)``, True for prompts that are followed by a completion of another prompt. None: all are
-            True.
+        valid: Bool tensor ``(S,)``, True for prompts that are followed by a completion of another prompt. None: True for all
+            prompts.
 
     Returns:
         ``(2,)`` totals in the dtype of ``log_ratio``, without gradient.
@@ -114,7 +114,7 @@ def bco(
         beta: Strength of the regularization towards the reference.
 
     Returns:
-        ``(S,)``.
+        ``(S,)`` losses.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
@@ -129,7 +129,7 @@ def bco(
 def density_weight(probability: Tensor, *, low: float, high: float) -> Tensor:
     """Compute BCO's weight ``clamp(p / (1 - p + 1e-8), low, high)`` of each bad completion.
 
-    ``p`` is the estimated probability that the completion of a prompt is good. ``p`` and the result have the shape ``(S,)``.
+    ``p`` is the estimated probability that the completion of a prompt is good. ``p`` and the result are tensors ``(S,)``.
 
     Reference: Binary classifier optimization, arXiv:2404.04656, underlying distribution matching.
     """
@@ -144,7 +144,7 @@ class Moments:
         mean: Mean of the rewards, which is BCO's shift delta.
         var: Population variance.
         std: Sample standard deviation.
-        count: Number of rewards.
+        count: Number of rewards so far.
     """
 
     mean: float = 0.0

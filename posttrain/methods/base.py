@@ -32,7 +32,7 @@ class Traits:
     properties.
 
     Attributes:
-        needs: Names of the `ModelOutputs` fields that the forward pass must produce.
+        needs: Names of the `ModelOutputs` fields that the forward pass must compute.
         answers: Number of sequences per dataset row. The loss compares the sequences of a row, which are consecutive.
         whole_rows: Whether all completions of a dataset row must be in the same forward pass, because the loss compares
             them.
@@ -40,11 +40,11 @@ class Traits:
             rows.
         generative: Whether the model has a language-model head. False: the model has a head that outputs one score.
         samples: Whether the method trains on completions that are sampled during training.
-        own_rollouts: Whether the trainer of this method has its own code to sample completions, score them, or compute their
-            log-probs.
+        own_rollouts: Whether the trainer of this method uses its own code to sample completions, to score them, or to
+            compute their log-probs.
         workers_sample: Whether other processes sample the completions, so that no engine runs in the training process.
-        follows_truncation: Whether the loss compares the sampler's log-probs with the policy's. If so, `sampler_logp`
-            corrects the sampler's log-probs for top-k, top-p and min-p.
+        follows_truncation: Whether the loss compares the sampler's log-probs with the policy's log-probs. If so,
+            `sampler_logp` corrects the sampler's log-probs for top-k, top-p and min-p.
         compares_reference: Whether the loss compares the policy with a frozen reference model.
         beta_is_kl: Whether ``cfg.beta > 0`` adds a penalty on the KL divergence from a frozen reference model.
         documents: Whether rows are whole documents without a prompt.
@@ -60,7 +60,7 @@ class Traits:
         float32_head: Whether the output layer is computed in float32.
         log_area: First letter of the codes of this method's log checks, for example "R" for PT-R008. "": no checks run on
             log lines.
-        other_moments: Codes of checks that start with the letter ``log_area``, but do not run on log lines.
+        other_moments: Codes of checks that do not run on log lines although they start with the letter ``log_area``.
         ignored_codes: Codes of checks that do not apply to the rows of this method.
     """
 
@@ -89,7 +89,7 @@ class Traits:
     ignored_codes: frozenset[str] = frozenset()
 
 
-# Codes of the checks that run on each batch of rewards.
+# Codes of the checks that run on the rewards of each rollout batch.
 BATCH_CODES = ("PT-R019", "PT-R020", "PT-R027")
 WATCHED_CODES = (*BATCH_CODES, "PT-R022", "PT-R028")
 # Default traits of methods that sample completions during training.
@@ -104,10 +104,11 @@ SAMPLES = Traits(
 
 
 def sampler_logp(outputs: ModelOutputs, batch: Batch) -> Tensor | None:
-    """Return the sampler's log-probs, corrected for truncated sampling: ``log mu(v) + log pi(K)``, shape ``(B, T)``.
+    """Return the sampler's log-probs, corrected for truncated sampling. The result is a tensor ``(B, T)`` of values
+    ``log mu(v) + log pi(K)``.
 
     Top-k, top-p and min-p restrict sampling to a set K of tokens, and ``mu`` is normalized over K. The policy's log-probs
-    ``log pi(v)`` are normalized over the whole vocabulary. For a comparison, ``pi`` must be normalized over K, too. The
+    ``log pi(v)`` are normalized over the whole vocabulary. For a comparison, ``pi`` must be normalized over K as well. The
     importance ratio is ``pi(v) / (mu(v) pi(K))``, where ``pi(K)`` is the policy's total probability of K. If the batch has
     ``pi(K)`` of older weights (column ``log_mass``), this value replaces the current policy's ``pi(K)``. If the batch has no
     sampler log-probs, the result is None.
@@ -126,7 +127,7 @@ class Method(ABC, Generic[Config]):
     """Base class of training methods. A method converts dataset rows to `Row` objects, and model outputs to loss terms.
 
     A method does not change during training. It does not depend on the trainer, the device or the file system. State that
-    changes from step to step is in `State.own`.
+    changes from step to step is stored in `State.own`.
 
     Args:
         cfg: The method's config.
@@ -144,7 +145,8 @@ class Method(ABC, Generic[Config]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "objective" in vars(cls) and "knows_gradient" not in vars(cls):
-            # The inherited `knows_gradient` describes the parent's objective, so it is not valid for a new objective.
+            # The inherited method `knows_gradient` describes the parent's objective, so it is wrong if a subclass overrides
+            # `objective`.
             cls.knows_gradient = Method.knows_gradient
 
     def __init__(self, cfg: Config) -> None:
@@ -172,8 +174,8 @@ class Method(ABC, Generic[Config]):
         Args:
             rollouts: Completions of this rank, in groups of ``rollouts.group_size`` consecutive completions.
             rewards: Rewards of the completions of all ranks. The rewards of this rank start at ``rewards.start``.
-            logps: Log-probs by name (``old_logp``, ``ref_logp``, ``rollout_logp``). Each list has one entry per sequence, in
-                the order of ``rollouts.sequences()``.
+            logps: Log-probs by name (``old_logp``, ``ref_logp``, ``rollout_logp``). Each value is a list with one item per
+                sequence, in the order of ``rollouts.sequences()``.
             ranks: All processes of the run. In an asynchronous worker, it is `ALONE`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define advantages(rollouts, rewards, logps, ranks).")
@@ -203,9 +205,8 @@ class Method(ABC, Generic[Config]):
         return False
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Return the counts that divide loss terms with a custom ``count``, for the batches of one optimizer step.
-
-        The keys are the names in `LossTerms.count`.
+        """Count the denominators of loss terms with a custom `LossTerms.count` in the batches of one optimizer step. The
+        keys of the result are the names in `LossTerms.count`.
 
         All ranks must return the same names.
         """
@@ -225,7 +226,7 @@ class Method(ABC, Generic[Config]):
         return None
 
     def end_step(self, state: State, sums: Tensor | None) -> tuple[Any, dict[str, Metric]]:
-        """Compute the next value of `State.own` at the end of an optimizer step, and metrics to log.
+        """Compute the next value of `State.own` and metrics to log, at the end of an optimizer step.
 
         Args:
             state: State at the end of the optimizer step. ``state.own`` is still the value that was used in this step.
@@ -245,11 +246,11 @@ class Method(ABC, Generic[Config]):
         return metrics
 
     def other_models(self, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
-        """Return the models that are in memory in addition to policy and reference, for the memory estimate.
+        """Return the models that are in memory in addition to policy and reference. The memory estimate calls this method.
 
         Args:
             policy: The policy.
-            configs: Model configs of the additional models, by name.
+            configs: Configs of the additional models. The key is the model's name.
         """
         return []
 

@@ -31,11 +31,12 @@ logger = logging.getLogger(__name__)
 def embed_prompts(
     texts: Sequence[str], embedding_func: Callable, tokenizer: Tokenizer, *, batch_size: int = 32
 ) -> np.ndarray:
-    """Compute embeddings ``(n, H)`` of texts. Batches are padded with the pad token of the embedding model's tokenizer.
+    """Compute embeddings ``(n, H)`` of n texts. Batches of texts are padded with the pad token of the embedding model's
+    tokenizer.
 
     Args:
         texts: Prompts.
-        embedding_func: ``f(input_ids=, attention_mask=) -> (B, H)``.
+        embedding_func: Function ``f(input_ids=, attention_mask=)`` that returns embeddings ``(B, H)``.
         tokenizer: Tokenizer of the embedding model.
         batch_size: Number of texts per call.
     """
@@ -125,8 +126,8 @@ class Delta:
     """State of `BCO` between steps.
 
     Attributes:
-        moments: Running moments of all rewards of the run. The mean of these moments is delta. The current step is included
-            only if ``moves_in_pass`` is set.
+        moments: Running moments of all rewards of the run. The mean of these moments is delta. The rewards of the current
+            step are included only if ``moves_in_pass`` is True.
         moves_in_pass: Whether the optimizer step has only one forward pass. A single pass has all rewards of the step, so it
             updates delta before it computes the loss.
     """
@@ -135,7 +136,9 @@ class Delta:
     moves_in_pass: bool = False
 
     def moved(self, sums: Tensor, ranks: Ranks) -> Delta:
-        """Return the state after adding the rewards of all ranks. ``sums`` is the result of `reward_sums` on this rank."""
+        """Return the state after adding the rewards of all ranks. The argument ``sums`` is the result of `reward_sums` on
+        this rank.
+        """
         total, squares, count = ranks.sum(sums.tolist())
         if not count:
             return Delta(self.moments)

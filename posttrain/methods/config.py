@@ -40,7 +40,7 @@ from posttrain.redaction import hide_secrets
 
 logger = logging.getLogger(__name__)
 
-# Number of processes that a command will launch. 0: the number of running processes.
+# Number of processes that a command will launch. If it is 0, the number of running processes is used.
 LAUNCHED: ContextVar[int] = ContextVar("LAUNCHED", default=0)
 
 
@@ -54,7 +54,7 @@ MISSPELT = 0.8
 RECOMPUTING = ("use_reentrant", "selective", "every_n_layers", "offload", "preserve_rng_state", "context_fn")
 RECOMPUTING += ("determinism_check", "debug", "early_stop")
 
-# Default of per_device_train_batch_size. 'auto' keeps the effective batch size that this default gives.
+# Default of per_device_train_batch_size. With 'auto', the effective batch size is the same as with this default.
 PLANNED = 8
 
 
@@ -86,7 +86,7 @@ SIZES = ("sp_size", "cp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
 
 
 def parallel_sizes(config: transformers.TrainingArguments) -> dict[str, int]:
-    """Return the sizes of all parallelism axes. They come from ``parallelism_config``, or from the environment variables of
+    """Read the sizes of all parallelism axes from ``parallelism_config`` or from the environment variables of
     ``accelerate launch``.
     """
     parallelism = config.parallelism_config
@@ -130,7 +130,8 @@ def check_parallelism(config: Any) -> None:
 
 @config
 class PostTrainingConfig(transformers.TrainingArguments):
-    """Arguments that all trainers share: those of `transformers.TrainingArguments`, with defaults for post-training.
+    """Arguments that all trainers share. They include the arguments of `transformers.TrainingArguments`, with defaults for
+    post-training.
 
     By default, activations are recomputed in the backward pass (``gradient_checkpointing=True``), which saves memory and
     costs time. ``activation_checkpointing`` is a newer name of this option. Setting both names to different values is an
@@ -361,7 +362,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
         A misspelled option would have no effect.
 
-        transformers also sets attributes that are not options. Their names resemble no option, so they are accepted.
+        transformers also sets attributes that are not options. These attributes are accepted, because their names do not
+        resemble any option.
 
         Raises:
             ConfigError: The name is a misspelled option or a removed option. The message contains the correct name or the
@@ -417,7 +419,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     def take_batch_size(self, size: int) -> None:
         """Set the batch size that ``auto`` selected. The effective batch size does not change.
 
-        Later calls of train() use this size and do not search for one.
+        Later calls of train() use this size and do not search for a batch size again.
         """
         old = int(self.per_device_train_batch_size)
         self.gradient_accumulation_steps = old * int(self.gradient_accumulation_steps) // size
@@ -546,7 +548,9 @@ def check_schedule(args: PostTrainingConfig) -> None:
 
 
 def row_multiple(multiple: object) -> int | None:
-    """Return ``pad_to_multiple_of`` as a number, or None for "auto". With None, the attention backend selects the multiple."""
+    """Return ``pad_to_multiple_of`` as a number. Return None for "auto", which means that the attention backend selects the
+    multiple.
+    """
     if multiple in (None, "auto", "none", "null"):
         return None
     if not str(multiple).isdigit() or int(multiple) < 1:
@@ -558,8 +562,8 @@ def row_multiple(multiple: object) -> int | None:
 
 
 def warn_keep_end(truncation_mode: str) -> None:
-    """Log a warning if ``truncation_mode`` is ``keep_end``. This mode is deprecated, because it trains on texts without
-    their beginning.
+    """Log a warning if ``truncation_mode`` is ``keep_end``. This mode is deprecated, because the model is then trained on
+    texts without their beginning.
     """
     if truncation_mode == "keep_end":
         warnings.warn(
@@ -572,7 +576,7 @@ def warn_keep_end(truncation_mode: str) -> None:
 
 @dataclass
 class PictureConfig:
-    """Options for training on images. If the model reads only text, setting one of these options is an error."""
+    """Options for training on images. Setting one of these options is an error if the model supports only text."""
 
     freeze_vision: Annotated[str, OneOf(("auto", "tower", True, False))] = option(
         "auto",

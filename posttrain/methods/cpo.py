@@ -1,4 +1,4 @@
-"""CPO and its variants SimPO and AlphaPO: losses on pairs of answers, without a reference model."""
+"""CPO and its variants SimPO and AlphaPO. Their losses compare pairs of answers without a reference model."""
 
 from __future__ import annotations
 

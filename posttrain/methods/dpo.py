@@ -1,5 +1,5 @@
-"""Direct preference optimization (DPO). Compared with a reference model, chosen answers become more likely and rejected
-answers less likely.
+"""Direct preference optimization (DPO). The policy learns to increase the likelihood of chosen answers and to decrease the
+likelihood of rejected answers, relative to a reference model.
 """
 
 from __future__ import annotations
@@ -159,13 +159,13 @@ def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOCo
     """Compute the weighted sum of the DPO losses in ``cfg.loss_type``.
 
     The loss ``sft`` is averaged over the tokens of chosen answers. All other losses are averaged over pairs. In training,
-    the average is over the optimizer step. In evaluation, it is over the whole dataset.
+    averages are computed over the optimizer step. In evaluation, they are computed over the whole dataset.
 
     Args:
         out: Model outputs, such as log-probs. `DPO.traits` lists the required outputs.
         batch: Pairs, with the chosen answer first.
         reference: ``(S,)`` summed log-probs of the reference. With ``ld_alpha``, these sums are length-desensitized in the
-            same way as the policy's.
+            same way as the sums of the policy.
         cfg: `DPOConfig`.
     """
     assert out.logp is not None
@@ -197,7 +197,9 @@ def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOCo
 
 
 def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float) -> Tensor:
-    """Sum log-probs per sequence, ``(S,)``. Tokens beyond the length of the pair's shorter answer have the weight ``alpha``."""
+    """Sum the log-probs of each sequence, and return a tensor ``(S,)``. Tokens beyond the length of the pair's shorter
+    answer have the weight ``alpha``.
+    """
     shorter = batch.spread_rows(batch.grouped(length, 2).amin(1), 2)
     return desensitized_sum(logp.float(), batch.loss_mask, batch.sequence, shorter, alpha=alpha)
 

@@ -1,4 +1,6 @@
-"""KTO: train on answers labeled good or bad. Each answer is compared with a baseline from mismatched prompts and answers."""
+"""KTO: train on answers labeled good or bad. Each answer is compared with a baseline, which is computed from answers to
+other prompts.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ class KTOConfig(PictureConfig, ComparedConfig):
 
     @property
     def least_batch_size(self) -> int:
-        """Minimum value of ``per_device_train_batch_size``. It is 2 for 'kto', because the baseline needs answers to other
-        prompts.
+        """Minimum value of ``per_device_train_batch_size``. The minimum is 2 for the loss 'kto', because its baseline needs
+        answers to other prompts.
         """
         return 2 if self.loss_type == "kto" else 1
 
@@ -65,8 +67,8 @@ class KTOConfig(PictureConfig, ComparedConfig):
 def partners(rows: Sequence[Row]) -> list[int | None]:
     """Return the index of another row with a different prompt for each row, or None if there is no such row.
 
-    All rows get the row that is k positions earlier, with the smallest k that gives every row a different prompt. If k
-    does not exist, a partner is searched for each row separately.
+    The partner of each row is the row k positions earlier. The same k is used for all rows: the smallest k for which the
+    partner of every row has a different prompt. If no such k exists, a partner is searched for each row separately.
     """
     n = len(rows)
     prompts = [tuple(row.prompt_ids) for row in rows]
@@ -117,7 +119,7 @@ def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | No
 class KTO(AnswerMethod[KTOConfig]):
     """Kahneman-Tversky optimization: compare each answer's log-ratio with the mean log-ratio of answers to other prompts.
 
-    `State.own` is the baseline z0 of the optimizer step, a scalar tensor without a gradient.
+    `State.own` is the baseline z0 of the optimizer step, which is a scalar tensor without a gradient.
 
     Reference: KTO, arXiv:2402.01306.
     """

@@ -364,7 +364,7 @@ class VllmSyncFields:
 
 
 def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
-    """Return a text that lists settings that change the engine's sampling distribution, but not the trainer's log-probs.
+    """List the settings that change the engine's sampling distribution, but not the trainer's log-probs, as a text.
 
     Return "" if there are no such settings.
 
@@ -448,8 +448,8 @@ def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: Processo
         args.rollout_engine = name
 
 
-# Supported keys of generation_kwargs. Keys in OVERRIDDEN are moved to the config fields with these names. Keys in FURTHER
-# are passed to the engine.
+# Supported keys of generation_kwargs. The values of keys in OVERRIDDEN are moved to the config fields with the same names.
+# Keys in FURTHER are passed to the engine.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed", *GENERATION_NAMES)
 # Config fields of the importance-sampling correction, which corrects for differences between engine and policy.
@@ -557,7 +557,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     def _take_overrides(self) -> None:
         """Move values from ``generation_kwargs`` to the config fields with the same names.
 
-        The log-probs in the loss are then computed at the temperature of sampling.
+        The log-probs in the loss are then computed with the sampling temperature.
         """
         overrides = dict(self.generation_kwargs or {})  # type: ignore[arg-type]
         for name, value in overrides.items():
@@ -610,7 +610,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             )
 
     def check_foreign_logprobs(self) -> None:
-        """Raise an error for settings that are invalid if the engine's log-probs differ from the policy's.
+        """Raise an error for settings that are invalid if the engine's log-probs differ from the policy's log-probs.
 
         This base implementation accepts all settings. It is used for losses without an importance-sampling correction.
         """
@@ -703,7 +703,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
     @property
     def generations_per_step(self) -> float:
-        """Number of generations per optimizer step. It is below 1 if several optimizer steps use one generation."""
+        """Number of generations per optimizer step. The number is below 1 if several optimizer steps use one generation."""
         return self.gradient_accumulation_steps / ((self.steps_per_generation or 1) * self.num_iterations)
 
     @property
@@ -719,8 +719,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         for name, check in {"vllm": self.check_vllm_settings, "paged": self._check_paged_settings}.items():
             try:
                 check()
-                # Check whether the loss supports engines whose log-probs differ from the policy's. An example is continuous
-                # batching in half precision.
+                # Check whether the loss supports engines whose log-probs differ from the policy's log-probs. An example of
+                # such an engine is continuous batching in half precision.
                 self.check_foreign_logprobs()
             except (ConfigError, MissingDependencyError) as error:
                 reasons[name] = str(error)

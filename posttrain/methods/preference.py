@@ -1,4 +1,4 @@
-"""Shared code of methods that train on pairs or on labeled answers: configs, metrics and the reference's log-probs."""
+"""Configs, metrics and reference log-probs that methods for pairs of answers and methods for labeled answers share."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def answer_mask(batch: Batch, size: int, which: int) -> Tensor:
 
 
 def logit_metrics(out: ModelOutputs, **masks: Tensor) -> dict[str, Metric]:
-    """Compute the metric ``logits/NAME`` for each mask ``(B, T)``: the mean logit over the vocabulary, averaged over the
-    masked tokens.
+    """Compute the metric ``logits/NAME`` for each mask ``(B, T)``. The metric is the mean logit over the vocabulary,
+    averaged over the tokens at which the mask is True.
     """
     assert out.mean_logit is not None
     return {f"logits/{side}": mean(out.mean_logit, mask) for side, mask in masks.items()}
@@ -91,7 +91,7 @@ def _reward_metrics(
 def reference_free_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logps: Tensor) -> dict[str, Metric]:
     """Compute the metrics of a method that trains on pairs without a reference model.
 
-    ``rewards`` and ``logps`` have the shape ``(P, branches)``. The first two columns are the chosen and the rejected
+    ``rewards`` and ``logps`` are tensors ``(P, branches)``. Their first two columns belong to the chosen and the rejected
     answers.
     """
     size = batch.num_sequences // len(rewards)
@@ -118,7 +118,7 @@ def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tenso
 
 
 def branch_sums(out: ModelOutputs, batch: Batch, branches: int) -> tuple[Tensor, Tensor]:
-    """Compute the summed log-prob and the length of each answer, both as ``(P, branches)``.
+    """Compute the summed log-prob and the length of each answer, as two tensors ``(P, branches)``.
 
     P is the number of rows, and ``branches`` is the number of answers per row.
     """
@@ -128,7 +128,9 @@ def branch_sums(out: ModelOutputs, batch: Batch, branches: int) -> tuple[Tensor,
 
 
 def likelihood_mask(batch: Batch, branches: int, branch: int) -> Tensor:
-    """Return a mask ``(B, T)`` of the tokens in the NLL term: answer ``branch`` of each row, and prompt tokens with a loss."""
+    """Return a mask ``(B, T)`` of the tokens in the NLL term. They are the tokens of answer ``branch`` of each row, and
+    prompt tokens that contribute to the loss.
+    """
     return answer_mask(batch, branches, branch) | batch.loss_mask & (batch.sequence < 0)
 
 
@@ -175,7 +177,7 @@ def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -
     Args:
         labels: One label per row.
         args: Config of the method.
-        training: Whether the rows are the training set.
+        training: Whether the rows are the training set, and not an evaluation set.
 
     Raises:
         DataError: A label is not True, False, 1 or 0.
@@ -199,7 +201,8 @@ def _check_balance(good: int, bad: int, good_weight: float, bad_weight: float) -
     if good == 0 or bad == 0:
         logger.warning("all %d labels are %s, but training needs good and bad answers.", good + bad, good > 0)
         return
-    # A weight of 0 causes no warning, because the user excludes good or bad answers on purpose. BCO has no weights.
+    # Log no warning if a weight is 0, because the user excludes good or bad answers on purpose. For BCO, log no warning,
+    # because it has no weights.
     if good == bad or 0 in (good_weight, bad_weight):
         return
     ratio = max(good, 1) * good_weight / (max(bad, 1) * bad_weight)
@@ -373,7 +376,8 @@ JUDGED = replace(PAIRS, answers=1, compares_reference=True, needs=frozenset({"lo
 
 
 class AnswerMethod(Method[Answers]):
-    """Base class of methods that train on the answers of a dataset: on compared answers to a prompt, or on labeled answers.
+    """Base class of methods that train on the answers of a dataset. The answers to a prompt are compared with each other, or
+    each answer has a label.
 
     Attributes:
         judged: Whether each row has one answer with the label good or bad. A pair of answers is converted to one good and
@@ -397,7 +401,7 @@ class AnswerMethod(Method[Answers]):
         return [row.with_columns(label=[float(label)]) for row, label in zip(rows, labels, strict=True)]
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Count the tokens that the NLL term is averaged over, in the batches of an optimizer step."""
+        """Count the tokens over which the NLL term is averaged, in the batches of an optimizer step."""
         if self.judged:
             return {}
         masks = (likelihood_mask(batch, len(self.branches), self.likelihood_branch) for batch in batches)
@@ -412,13 +416,15 @@ class AnswerMethod(Method[Answers]):
     # Against a reference -----------------------------------------------------------------------------------------
 
     def reference_key(self) -> dict[str, Any]:
-        """Return the settings that change the reference's log-probs. They are part of the key of cached log-probs."""
+        """Return the settings that change the reference's log-probs. These settings are part of the key under which
+        log-probs are cached.
+        """
         cfg = self.cfg
         kept = {"max_length": cfg.max_length, "truncation_mode": cfg.truncation_mode}
         return kept | {"mask_inner_turns": cfg.mask_inner_turns}
 
     def reference_logp(self, batch: Batch) -> Tensor:
-        """Return the reference's summed log-prob of each sequence, ``(S,)``."""
+        """Return the reference's summed log-prob of each sequence as a tensor ``(S,)``."""
         if "ref_logps" in batch.columns:
             return batch.columns["ref_logps"]
         if batch.ref_logp is None:
@@ -429,8 +435,8 @@ class AnswerMethod(Method[Answers]):
         return self.sums(batch.ref_logp, batch)
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
-        """Sum log-probs ``(B, T)`` over the tokens of each answer, ``(S,)``. The log-probs are those of the policy or the
-        reference.
+        """Return the sum of log-probs over the tokens of each answer, as a tensor ``(S,)``. ``logp`` contains the ``(B, T)``
+        log-probs of the policy or of the reference.
         """
         return sequence_sum(logp.float(), *batch.by_sequence)
 

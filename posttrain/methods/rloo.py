@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # Maximum logarithm of the importance ratio, equivalent to a ratio of 5e8. Without a maximum, one sequence could dominate the
 # loss.
 MAX_LOG_RATIO = 20.0
-# A warning is logged if the fraction of clipped sequences is above CLIPPED_MOST in CLIPPED_STEPS consecutive steps.
+# If the fraction of clipped sequences is above CLIPPED_MOST in CLIPPED_STEPS consecutive steps, a warning is logged.
 CLIPPED_MOST, CLIPPED_STEPS = 0.5, 10
 
 
@@ -102,9 +102,9 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
     tokens. The logarithm of rho is limited to 20. A completion without loss tokens has the ratio 1 and no gradient.
 
     Args:
-        out: Model outputs with ``logp`` and ``entropy``, ``(B, T)``.
-        batch: Batch with ``advantages (S,)`` and ``old_logp (B, T)``. If the engine's log-probs differ from the policy's,
-            the batch also has ``rollout_logp``.
+        out: Model outputs. ``logp`` and ``entropy`` are tensors ``(B, T)``.
+        batch: Batch with the tensors ``advantages (S,)`` and ``old_logp (B, T)``. If the engine's log-probs differ from the
+            policy's log-probs, the batch has ``rollout_logp`` too.
         cfg: `RLOOConfig`.
 
     Reference: Back to basics, arXiv:2402.14740, equation 8, with PPO's clip, arXiv:1707.06347.
@@ -153,7 +153,8 @@ def charged_kl(rollouts: RolloutBatch, logps: LogProbs, *, skip_truncated: bool)
 
 
 class RLOO(Method[RLOOConfig]):
-    """REINFORCE with a leave-one-out baseline. A completion's baseline is the mean reward of its prompt's other completions.
+    """REINFORCE with a leave-one-out baseline. The baseline of a completion is the mean reward of all other completions of
+    the same prompt.
 
     The KL penalty is subtracted from the reward. It is not a term of the loss.
 
@@ -168,8 +169,8 @@ class RLOO(Method[RLOOConfig]):
         return True
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute each completion's score ``clip(R) - beta KL`` minus the mean score of the group's other completions. The
-        logged reward is R.
+        """Compute the advantage of each completion: its score ``clip(R) - beta KL`` minus the mean score of all other
+        completions of the group. The logged reward is R.
         """
         cfg, metrics = self.cfg, {}
         stats = group_advantages(rewards.values, rewards.weights, rollouts.group_size, scale_rewards="none")

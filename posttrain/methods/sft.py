@@ -185,7 +185,7 @@ class SFT(Method[SFTConfig]):
         super().__init__(cfg)
         if cfg.label_smoothing_factor:
             self.traits = replace(self.traits, needs=self.traits.needs | {"logits"})
-        # Packing strategies other than "bfd" split documents and never truncate them.
+        # All packing strategies except "bfd" split long documents instead of truncating them.
         if cfg.packing and cfg.packing_strategy != "bfd":
             self.traits = replace(self.traits, ignored_codes=frozenset({"PT-D004", "PT-D006", "PT-D011"}))
 
@@ -194,9 +194,7 @@ class SFT(Method[SFTConfig]):
         return document_rows(examples)
 
     def knows_gradient(self, batch: Batch) -> bool:
-        """Return True if the loss of a token is its negative log-prob. This is the case without DFT and without label
-        smoothing.
-        """
+        """Return True if the loss of a token is its negative log-prob, i.e. if neither DFT nor label smoothing is used."""
         return self.cfg.loss_type != "dft" and not self.cfg.label_smoothing_factor
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:

@@ -81,7 +81,7 @@ class TPO(ReferenceFree[TPOConfig]):
 
     def __init__(self, cfg: TPOConfig) -> None:
         super().__init__(cfg)
-        if not cfg.tpo_alpha:  # Without the NLL term, gold answers are not computed.
+        if not cfg.tpo_alpha:  # Without the NLL term, the model does not compute gold answers.
             self.branches, self.traits = self.branches[:2], replace(self.traits, answers=2)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:

@@ -1,5 +1,5 @@
-"""Functions that read fields of model configs, whose names differ between model families. Most return None if a config lacks
-the field.
+"""Functions that read fields of model configs. The names of these fields differ between model families. Most functions
+return None if a config lacks the field.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Names under which tree attention is registered in transformers. Each name maps to the backend that computes calls without a
-# `Forest`.
+# Names under which tree attention is registered in transformers. Each name maps to the attention backend that computes
+# attention if the call has no argument `Forest`.
 OWN_NAMES = {"posttrain_sdpa": "sdpa", "posttrain_eager": "eager"}
 
 
@@ -84,7 +84,9 @@ def head_size(text: PretrainedConfig) -> int:
 
 
 def key_value_width(text: PretrainedConfig) -> int:
-    """Return the size of a token's keys in one layer: the number of key-value heads times the head size."""
+    """Return the number of elements of one token's keys in one layer, which is the number of key-value heads times the head
+    size.
+    """
     return key_value_heads(text) * head_size(text)
 
 
@@ -96,7 +98,7 @@ def differs_by_layer(text: PretrainedConfig) -> bool:
 
 
 def layer_configs(text: PretrainedConfig) -> list[Any]:
-    """Return a list with one config per layer. All entries are the same object unless sizes differ by layer."""
+    """Return a list with one config per layer. All items are the same config object unless sizes differ by layer."""
     if differs_by_layer(text):
         return [text.per_layer_config[i] for i in range(text.num_hidden_layers)]
     return [text] * text.num_hidden_layers

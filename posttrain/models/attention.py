@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# On a CPU, the maximum number of tokens of a packed row. On a GPU, the minimum value of the token limit of a forward pass.
+# On a CPU, maximum number of tokens in a packed row. On a GPU, lower bound for the token limit of a forward pass.
 ROW_TOKENS = 2048
 # On a GPU, the token limit of a forward pass is PASS_WORK divided by the number of the model's parameters. The limit is 30k
 # tokens for a 0.5B model, 10k for 1.5B and 2k for 7B. The limit never exceeds MOST_GPU_TOKENS.
@@ -33,11 +33,11 @@ PASS_WORK, MOST_GPU_TOKENS = 15 * 10**12, 32768
 MASKABLE = ("sdpa", "eager", "flex_attention")  # Attention backends that accept an arbitrary mask.
 
 
-# Config fields with a length that models read in every forward pass, so that a probe can temporarily set smaller values.
-# Llama 4's ``floor_scale`` is a number of columns.
+# Config fields that contain a length in tokens. Models read these fields in every forward pass, so a probe can temporarily
+# set smaller values. Llama 4's ``floor_scale`` is such a length too.
 SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
-# Config fields with the dropout probability of attention weights.
+# Config fields that contain the dropout probability of attention weights.
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 # Types of attention layers for which this module can build a mask.
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -50,20 +50,20 @@ def attention_inputs(
     span: Tensor | None = None,
     split: TokenSplit | None = None,
 ) -> dict[str, Any]:
-    """Return the keyword arguments that make a model compute attention within the sequences of a batch.
+    """Return keyword arguments for the model's forward method that restrict attention to the sequences of a batch.
 
     The argument ``span`` is described in `forest_mask`, and the argument ``split`` in `Forest`.
 
     Returns:
         A dict with ``attention_mask`` and, for tree attention, ``forest``. The mask depends on the batch and the backend:
 
-        - One sequence per row: None, or ``(B, T)`` if rows are padded.
+        - One sequence per row: a padding mask ``(B, T)``, or None if no row is padded.
         - Tree attention: a placeholder with one element; ``forest`` defines the mask (`posttrain.models.tree_attention`).
-        - Otherwise a 4-D mask in the backend's format: additive for eager and for sdpa on a CPU, bool for sdpa elsewhere, and
-          ``BlockMask`` for flex.
+        - Otherwise a 4-D mask in the backend's format: additive for eager and for sdpa on a CPU, bool for sdpa elsewhere,
+          and a ``BlockMask`` for flex.
 
-        For models with several types of layers, the mask is a dict by layer type. Recurrent layers get no mask, because
-        their functions use ``forest`` (`posttrain.models.recurrent`).
+        For models with several types of layers, the mask is a dict with one mask per layer type. Recurrent layers get no
+        mask, because their functions use ``forest`` (`posttrain.models.recurrent`).
 
     Raises:
         DataError: The batch's segments do not match its rows.
@@ -126,8 +126,8 @@ def rope_limits(model: Module) -> tuple[int | None, int | None]:
 
     Returns:
         Two lengths in tokens. A length is None if the model has no such limit. Up to the first length, ``longrope`` uses the
-        frequencies of the original context. Up to the second length, ``dynamic`` uses the same frequencies in all passes. The
-        number of virtual tokens is subtracted from both.
+        frequencies of the original context. Up to the second length, ``dynamic`` uses the same frequencies in all passes.
+        The number of virtual tokens is already subtracted from both lengths.
     """
     text = causal_lm(model).config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -156,7 +156,7 @@ def layout_for(
 
     Args:
         model: The model.
-        dense_mask: Whether attention uses a dense mask.
+        dense_mask: Whether attention uses a dense mask instead of tree attention.
         autocast: Dtype of matrix products under autocast. None: the dtype of the weights.
         device: Type of the training device, ``cpu`` or ``cuda``. None: the model's current device.
     """
@@ -174,7 +174,7 @@ def layout_for(
     if family.whole:
         return padded_layout(model)
     if family.cross:
-        # Each tree needs its own pass, for the reason in `Family.cross`.
+        # Each tree needs a separate pass; `Family.cross` describes the reason.
         return replace(layout, row_tokens=1, pass_tokens=0, joins_rows=False)
     # If prompts have bidirectional attention, do not join prompts that have a common prefix, because the prefix's hidden
     # states depend on the rest of the prompt.
@@ -201,17 +201,17 @@ def gpu_tokens(model: Module) -> int:
 
 
 def _dense_layout(model: Module, device: str) -> Layout:
-    # With a dense mask, the cost of attention is T^2 per row, and each pass has a fixed cost for accumulating gradients.
-    # For a 135M model on 2 cores, a step with six trees of 240 tokens took 8.0 s in separate passes. It took 7.5 s with two
-    # trees per row, 6.5 s with three rows per pass, and 6.0 s in one pass. Memory grows with the tokens per pass (4.0 GB for
-    # 480 and 4.9 GB for 720 tokens, including the optimizer).
+    # With a dense mask, the cost of attention in a row of T tokens is proportional to T^2. In addition, each pass has a
+    # fixed cost for accumulating gradients. For a 135M model on 2 cores, a step with six trees of 240 tokens took 8.0 s in
+    # separate passes. It took 7.5 s with two trees per row, 6.5 s with three rows per pass, and 6.0 s in one pass. Memory
+    # grows with the tokens per pass (4.0 GB for 480 and 4.9 GB for 720 tokens, including the optimizer).
     if device == "cpu":
         return Layout("tree", dense_mask=True, row_tokens=256, pass_tokens=512)
     return Layout("tree", dense_mask=True, row_tokens=ROW_TOKENS, pass_tokens=gpu_tokens(model))
 
 
 def dense_layers(model: Module, autocast: torch.dtype | None, device: str) -> str:
-    """Return the reason why the model needs a dense attention mask on a device, according to its config. Return "" if tree
+    """Return the reason why attention on a device needs a dense mask, according to the model's config. Return "" if tree
     attention is possible.
     """
     text = causal_lm(model).config.get_text_config()

@@ -2,9 +2,9 @@
 `capped_attention_backward`.
 
 torch's flash attention for CPUs does not support a cap. `capped_attention` and `capped_attention_backward` compute one block
-of tree attention with a cap. The forward function also returns the log-sum-exp. The backward function gets the output and the
-log-sum-exp of all blocks together. Queries are processed in blocks of `BLOCK`, so that the scores of all queries are never in
-memory at the same time.
+of tree attention with capped scores. The forward function also returns the log-sum-exp. The arguments of the backward
+function are the output and the log-sum-exp that were merged over all blocks. Queries are processed in blocks of `BLOCK`, so
+that the scores of all queries are never in memory at the same time.
 
 Reference: Gemma 2, arXiv:2408.00118.
 """
@@ -54,8 +54,8 @@ def capped_attention(q: Tensor, k: Tensor, v: Tensor, rule: Capped) -> tuple[Ten
 def capped_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Capped
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of queries, keys and values. ``out`` and ``lse`` may include the contributions of keys that are
-    not in ``k``.
+    """Compute the gradients of queries, keys and values. The arguments ``out`` and ``lse`` may include contributions of keys
+    that are not in ``k``.
     """
     kv, wide = k.shape[1], _wide(q)
     key, value = k.to(wide)[:, :, None], v.to(wide)[:, :, None]

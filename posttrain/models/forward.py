@@ -38,7 +38,7 @@ from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Row, Truncati
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
 
-IMAGES = "extensions.images.encoder"  # Module with the model inputs that depend on images.
+IMAGES = "extensions.images.encoder"  # Module that computes the model inputs for images.
 
 
 def forward(
@@ -51,7 +51,7 @@ def forward(
     chunk_size: int | None = None,
     compare: Callable[..., dict[str, Any]] | None = None,
 ) -> ModelOutputs:
-    """Run the model on a batch and return the requested outputs, most of them with shape ``(B, T)``.
+    """Run the model on a batch and return the requested outputs. Most outputs are tensors ``(B, T)``.
 
     Args:
         model: A language model or classifier, possibly wrapped, e.g. in DDP. `install_token_head` patches the model's forward
@@ -95,8 +95,8 @@ class Pass:
     """Arguments of a forward pass; see `forward`. The arguments are sent to all processes that compute a batch together.
 
     Attributes:
-        compares: Whether the process that owns the batch compares its last hidden states with the hidden states of another
-            model.
+        compares: Whether `forward` got an argument ``compare``. The process that owns the batch then compares its last
+            hidden states with the hidden states of another model.
     """
 
     batch: Batch
@@ -108,8 +108,8 @@ class Pass:
 
 
 def run(model: nn.Module, request: Pass, compare: Callable[..., dict[str, Any]] | None) -> dict[str, Any]:
-    """Run a forward pass and return its outputs by name. Each output has one entry per loss position, ``(N, ...)``, or per
-    sequence, ``(S, ...)``.
+    """Run a forward pass and return its outputs by name. An output is a tensor ``(N, ...)`` with one row per loss position,
+    or a tensor ``(S, ...)`` with one row per sequence.
     """
     return call(model, request.batch, *prepared(model, request, compare))
 
@@ -124,9 +124,9 @@ def prepared(
     """Return the output head and the model inputs of a forward pass. Head and inputs cover all columns of the batch.
 
     Args:
-        model: See `forward`.
+        model: Same as in `forward`.
         request: Arguments of the forward pass.
-        compare: See `forward`.
+        compare: Same as in `forward`.
         split: Sequence-parallel group that computes the pass. None: one process computes the pass alone.
         columns: Columns that this process of the group computes. None: all columns.
     """
@@ -155,7 +155,7 @@ def call(model: nn.Module, batch: Batch, head: TokenHead | ScoreHead, inputs: di
 
 
 def _view(model: nn.Module, batch: Batch, columns: slice | None = None) -> PassInputs:
-    """Return the model inputs that depend on images. For text models, the result contains only the position ids."""
+    """Return the position ids and, for models with images, the other inputs that depend on the batch's images."""
     shown = image_token(model.config) is not None or batch.pictures
     return plugins.module(IMAGES).view(model, batch, columns) if shown else PassInputs(batch.position_ids)
 
@@ -217,7 +217,9 @@ def _value_reader(inner: nn.Module, batch: Batch, virtual: int) -> Callable[[Ten
 
 
 def _place(values: Tensor | None, batch: Batch, mask: Tensor | None = None) -> Tensor | None:
-    """Scatter ``(N,)`` values into a zero tensor ``(B, T)``, at loss positions or where ``mask`` is true."""
+    """Write ``(N,)`` values into a tensor of zeros ``(B, T)``, at the positions where ``mask`` is True. Without a mask,
+    write them at the loss positions.
+    """
     if values is None:
         return None
     grid = torch.zeros(batch.input_ids.shape, dtype=values.dtype, device=values.device)
@@ -252,7 +254,7 @@ def alone_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def plain_logps(model: nn.Module, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Return the log-probs of all tokens of each sequence except its first token, computed by `sequence_logps`."""
+    """Compute the log-probs of all tokens of each sequence with `sequence_logps`. The first token has no log-prob."""
     rows = [Row(list(ids[:1]), [list(ids[1:])], [[1] * (len(ids) - 1)]) for ids in sequences]
     with torch.no_grad():
         return [logp.float().cpu().tolist() for logp in sequence_logps(model, rows)]
@@ -267,13 +269,14 @@ def batch_logps(
     chunk_size: int,
     truncation: Truncation = WHOLE,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Compute the log-probs of the tokens of all completions with `forward`. Also compute the log of the probability mass
-    that remains after truncation (an empty list without truncation). The completions are in the order of the collated rows.
+    """Compute the log-probs of the tokens of all completions with `forward`, and the log of the probability mass that
+    remains after truncation. Without truncation, the second result is an empty list. The completions are in the order of the
+    collated rows.
 
     Args:
-        model: Model with the wrappers of the run, e.g. DDP.
+        model: Model, including wrappers such as DDP.
         batches: Pairs of a batch on the model's device and a flag. If the flag is False, the results of the batch are
-            dropped, and the batch only keeps ranks synchronized.
+            dropped, and the batch only keeps the number of passes equal on all ranks.
         temperature: Temperature by which the logits are divided.
         chunk_size: Number of tokens per chunk of logits.
         truncation: Truncation of the sampler's distribution.
@@ -285,7 +288,8 @@ def batch_logps(
         out = forward(model, batch, **settings)
         if not counts:
             continue
-        # Copy whole tensors to the CPU. Two large copies take less time than one copy per completion.
+        # Copy the log-probs of all completions to the CPU together. Two large copies take less time than one copy per
+        # completion.
         host = replace(batch, sequence=batch.sequence.cpu())
         for by_origin, values in ((logps, out.logp), (masses, out.log_mass)):
             if values is not None:

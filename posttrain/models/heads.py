@@ -41,7 +41,7 @@ class Float32Linear(nn.Linear):
     """Linear layer with float32 weights. The layer disables autocast, so that logits are not rounded to bfloat16."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map ``(..., H)`` of any dtype to float32 ``(..., V)``."""
+        """Map hidden states ``(..., H)`` of any dtype to float32 logits ``(..., V)``."""
         with torch.autocast(input.device.type, enabled=False):
             return super().forward(input.float())
 
@@ -83,11 +83,12 @@ def cast_head_to_fp32(model: nn.Module) -> None:
             embeddings.register_forward_hook(lambda module, args, output: output.to(before))
 
 
-# Names of config fields. The fields in MULTIPLIERS contain a factor of the logits. The fields in CAPS contain a softcap of
-# the logits.
+# Names of config fields. A field in MULTIPLIERS contains a factor by which logits are multiplied. A field in CAPS contains a
+# softcap of the logits.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-SCALES_UP = ("hyperclovax",)  # Model types that multiply logits by ``logits_scaling``. Granite models divide.
+# Model types that multiply logits by ``logits_scaling``. Granite models divide logits by it.
+SCALES_UP = ("hyperclovax",)
 # Outputs per token that can be requested together with log-probs.
 PER_TOKEN = ("entropy", "correct", "mean_logit", "collision")
 SCORE_LAYERS = ("score", "classifier", "classification_head")
@@ -96,7 +97,7 @@ SCORE_LAYERS = ("score", "classifier", "classification_head")
 @dataclass(frozen=True, slots=True)
 class LogitRule:
     """Scale and softcap with which an architecture computes logits from ``hidden @ W.T``. For example, Gemma caps the logits,
-    Cohere multiplies them by a factor, and Granite divides them by a number.
+    Cohere multiplies the logits by a factor, and Granite divides the logits by a number.
     """
 
     scale: float = 1.0
@@ -124,8 +125,8 @@ class LogitRule:
 
 @dataclass(slots=True)
 class TokenHead:
-    """Outputs that a forward pass computes at loss positions, and their settings. The caller passes this object to the model,
-    whose wrappers forward it to the patched forward method.
+    """Request for the outputs of a forward pass at loss positions, with the settings of these outputs. The caller passes
+    this object to the model, whose wrappers forward it to the patched forward method.
 
     Attributes:
         rows, columns: ``(N,)`` positions of the hidden states that predict the targets.
@@ -213,7 +214,7 @@ def causal_lm(model: nn.Module) -> Any:
 
 
 def output_layer(model: object) -> Any:
-    """Return the layer that maps hidden states to logits. Return None if the model has no such layer."""
+    """Return the model's layer that maps hidden states to logits. Return None if the model has no such layer."""
     layer_of = getattr(model, "get_output_embeddings", None)
     return None if layer_of is None else layer_of()
 
@@ -258,7 +259,7 @@ def virtual_tokens(model: nn.Module) -> int:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set the model to eval mode and disable gradients inside the context, and restore each module's mode on exit. Eval mode
+    """Set the model to eval mode and disable gradients inside the context. Restore each module's mode on exit. Eval mode
     disables activation checkpointing.
     """
     modes = [(module, module.training) for module in model.modules()]
@@ -272,8 +273,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def trunk(inner: nn.Module) -> Any:
-    """Return the model without its head. Llama 4's text model is an exception, because its ``base_model_prefix`` is not the
-    name of an attribute.
+    """Return the model without its head. Llama 4's text model is handled separately, because its ``base_model_prefix`` is
+    not the name of an attribute.
     """
     return inner.base_model if inner.base_model is not inner else inner.model
 
@@ -340,9 +341,9 @@ def _owner_of(forward: Any) -> Any:
     """Return the model to which ``forward`` belongs, even if accelerate has wrapped ``forward``. Return None if ``forward``
     does not accept ``token_head``.
 
-    accelerate wraps the forward method of a prepared model in autocast and keeps only ``__wrapped__``. If accelerate's
-    wrapper was patched a second time, the head would run outside of autocast, and a bfloat16 run would compute the head in
-    float32.
+    accelerate wraps the forward method of a prepared model in autocast and keeps only ``__wrapped__``. If
+    `install_token_head` patched accelerate's wrapper a second time, the head would run outside of autocast. A bfloat16 run
+    would then compute the head in float32.
     """
     owner, takes_head = None, False
     while forward is not None:
@@ -468,8 +469,8 @@ def score(inner: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def is_one_matrix(layer: nn.Module) -> bool:
-    """Return whether an output layer is a plain linear layer. A plain layer has no adapter, and no hooks other than hooks of
-    sharding.
+    """Return whether an output layer is a plain linear layer. A plain layer has no adapter. Its only hooks are hooks that
+    implement sharding.
     """
     return type(layer) in (nn.Linear, Float32Linear) and _unhooked(layer)
 
@@ -480,8 +481,8 @@ def _unhooked(layer: nn.Module) -> bool:
 
 
 def _in_force(layer: Any) -> Any:
-    """Return the layer that computes the logits. If peft trains the output layer in full or for some tokens, remove peft's
-    wrapper.
+    """Return the layer that computes the logits. If peft has wrapped the output layer to train all or some of its rows,
+    return the layer without peft's wrapper.
     """
     if not hasattr(layer, "original_module"):
         return layer
@@ -502,7 +503,7 @@ def _in_force(layer: Any) -> Any:
 
 
 def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
-    """Compute the log-probs of the targets and the additional outputs in ``head.needs`` from hidden states."""
+    """Compute log-probs of the targets from hidden states, and the additional outputs that are listed in ``head.needs``."""
     layer = _in_force(inner.get_output_embeddings())
     rule = LogitRule.of(inner.config)
     if head.compare is not None:
@@ -527,8 +528,8 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
             )
         fields = {name: getattr(out, name) for name in ("logp", "log_mass", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
-    # The rest of the function is the slow path, which computes all logits. The slow path is used for output layers with an
-    # adapter or a hook, and for losses that need all logits.
+    # The code below is the slow path, which computes all logits. It is used for output layers with an adapter or a hook, and
+    # for losses that need all logits.
     if type(layer) in (nn.Linear, Float32Linear) and not is_one_matrix(layer):
         warn_once(
             logger, "the output layer has hooks, so all logits of a pass are computed at once, which needs more memory."
@@ -560,7 +561,8 @@ def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
 def _balance(
     inner: nn.Module, router_logits: Any, real: Tensor, total: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return the load-balancing term ``E sum_e f_e P_e`` of all real tokens and layers, without its coefficient.
+    """Return the load-balancing term ``E sum_e f_e P_e`` over all layers and all tokens except padding. The term is not yet
+    multiplied by its coefficient.
 
     ``f_e`` is the mean number of assignments to expert e per token. ``P_e`` is the mean probability of expert e. With
     perfect balance, the term equals top-k. If no layer has a router, the term is 0.
@@ -610,7 +612,7 @@ def text_modules(model: nn.Module) -> list[nn.Module]:
     named = dict(model.named_modules())
     if not has_tower(model):
         return list(named.values())
-    # Modules that contain both the vision tower and the text model are included too.
+    # Include modules that contain both the vision tower and the text model.
     return [m for name, m in named.items() if set(LANGUAGE) & set(name.split(".")) or _encodes_images(m)]
 
 

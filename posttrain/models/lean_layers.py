@@ -120,12 +120,13 @@ def keep_inputs_only(model: nn.Module) -> int:
     """Make Llama-style MLP and norm layers save fewer activations for the backward pass. Return the number of changed
     layers.
 
-    A layer of width H and MLP width I saves about ``13 H + 4 I`` numbers per token. With this function, the layer saves
-    ``2 H + 2 I`` fewer numbers. The backward pass recomputes these numbers from the inputs by elementwise operations, without
-    matrix products. Outputs are bit-identical. The outputs of each class of layers are first compared with the outputs of its
-    replacement on random inputs. If the outputs differ, layers of this class are not changed. A layer whose forward method was
-    already replaced is not changed either. A changed layer gets its own attribute ``forward``. Hooks, adapters and copies of
-    changed layers work as usual. Pickling (`torch.save(model)`) restores the forward method of the class.
+    A layer of width H and MLP width I saves about ``13 H + 4 I`` values per token. With this function, the layer saves
+    ``2 H + 2 I`` fewer values. The backward pass recomputes these values from the layer's inputs by elementwise operations,
+    without matrix products. Outputs are bit-identical. The outputs of each class of layers are first compared with the
+    outputs of its replacement on random inputs. If the outputs differ, layers of this class are not changed. A layer whose
+    forward method was already replaced is not changed either. A changed layer gets its own attribute ``forward``. Hooks,
+    adapters and copies of changed layers work as usual. Pickling (`torch.save(model)`) restores the forward method of the
+    class.
     """
     changed = 0
     for module in model.modules():

@@ -1,8 +1,8 @@
-"""The chunk size and the position-dependent scale of Llama 4's attention layers. Attention functions receive neither value as
-an argument.
+"""Chunk size and position-dependent query scale of Llama 4's attention layers. transformers does not pass these two values
+to attention functions.
 
-`chunk_of` returns the chunk size, `tempered` corrects the scale of queries, and `placed` does both. All three are called only
-for layers of `MODEL_TYPE`.
+`chunk_of` returns the chunk size, `tempered` corrects the scale of queries, and `placed` does both. All three functions are
+called only for layers of models with the type `MODEL_TYPE`.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ ADAPTER_FIELDS = ("lora_", "use_rslora", "use_dora")
 
 
 def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
-    """Return the LoRA config that ``model_args`` describes, or None without ``use_peft``.
+    """Return the LoRA config that ``model_args`` describes. Return None if ``use_peft`` is False.
 
     Raises:
         MissingDependencyError: peft is not installed.
@@ -231,7 +231,7 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
 
 
 def check_model_source(model: str | Module, *, generative: bool = True) -> None:
-    """Raise an error if the model cannot be trained. The check runs before any weight is read.
+    """Raise an error if the model's folder or class cannot be used for training. The check runs before any weight is read.
 
     Raises:
         ModelError: A local path does not exist or has no ``config.json``, or a generative trainer got a classifier.
@@ -272,7 +272,7 @@ def _check_class(what: str, name: str, config: PretrainedConfig, *, generative: 
     """Raise an error if models of a class cannot be trained, e.g. encoder-decoder models.
 
     Args:
-        what: Name of the model, for the message.
+        what: Name of the model in the error message.
         name: Name of the model's class.
         config: Config of the model.
         generative: Whether the model needs a language-model head.
@@ -382,7 +382,7 @@ def create_model_from_path(
     shared = {k: kwargs[k] for k in ("revision", "trust_remote_code", "cache_dir", "token") if k in kwargs}
     with explained("model", model_id):
         config = transformers.AutoConfig.from_pretrained(model_id, **shared)
-    # For a Hub id, the model's class can only be checked after the config was loaded.
+    # If the model is a Hub id, its class can be checked only after its config was loaded.
     _check_class(repr(model_id), _class_name(config), config, generative=architecture is None)
     loaded = architecture or getattr(transformers, _class_name(config), transformers.AutoModelForCausalLM)
     try:
@@ -411,7 +411,7 @@ def create_model_from_path(
     # Under ZeRO-3, transformers does not list all missing keys. Missing buffers are allowed, because the model computes
     # them.
     if (architecture is None or not new_head) and not is_deepspeed_zero3_enabled():
-        # With ignore_mismatched_sizes=True, parameters whose shape differs from the checkpoint's are random too.
+        # With ignore_mismatched_sizes=True, a parameter is random too if its shape differs from the shape in the checkpoint.
         lost = info["missing_keys"] | {key[0] for key in info["mismatched_keys"]}
         missing = sorted(lost & dict(model.named_parameters()).keys())
         _refuse_missing(model_id, missing, scores=architecture is not None)
@@ -477,7 +477,7 @@ def model_id_of(model: nn.Module, needed_by: str) -> str:
 
     Args:
         model: The ``model`` argument of a trainer: a string or a module.
-        needed_by: Name of the trainer, for the error message.
+        needed_by: Name of the trainer, used in the error message.
 
     Raises:
         ConfigError: ``model`` is None.
@@ -651,8 +651,8 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
     return model
 
 
-# Unsupported peft methods. Each value names the part of the method that this library does not implement. The methods in
-# ADDS_LAYERS add their own layers, which cannot be merged into the base weights.
+# Unsupported peft methods. Each value names the feature of the method that this library does not implement. The methods in
+# ADDS_LAYERS add layers to the model. These layers cannot be merged into the base weights.
 ADDS_LAYERS = {
     "ADAPTION_PROMPT": "prompts that peft inserts inside the attention layers, but rows here contain several sequences",
     "POLY": "task_ids in every forward pass",
@@ -665,8 +665,8 @@ NEEDS_MORE = ADDS_LAYERS | {
     "LILY": "routing weights averaged over all tokens of a row, but rows here contain several sequences",
     "MULTITASK_PROMPT_TUNING": "task_ids in every forward pass",
 }
-# Options of supported peft methods that are rejected. Each value names the part of the option that this library does not
-# implement.
+# Options of supported peft methods that are rejected. Each value names the feature that the option needs and that this
+# library does not implement.
 NEEDS_MORE_WITH = {
     "alora_invocation_tokens": "the position of the invocation tokens in each row, but rows here contain several sequences",
     "arrow_config": "a router that combines other, frozen adapters and has no weights to train",
@@ -677,9 +677,9 @@ NEEDS_MORE_WITH = {
     "sample_at_inference": "log-probs that are averaged over random forward passes",
     "save_only_topk_weights": "weights that a checkpoint with save_only_topk_weights=True does not contain",
 }
-# Prefixes of rejected init_lora_weights values. These initializations change the base weights with a randomized
-# decomposition of the weights, or with a decomposition of gradients. peft cannot repeat the change when a saved adapter is
-# loaded.
+# Prefixes of rejected init_lora_weights values. These initializations change the base weights. The change depends on a
+# randomized decomposition of the weights or on a decomposition of gradients. peft cannot repeat the change when a saved
+# adapter is loaded.
 UNREPEATABLE_STARTS = ("pissa_niter_", "lora_ga")
 
 
@@ -750,11 +750,11 @@ def mark_loaded_projections(model: nn.Module) -> None:
 
 
 def adapter_folder(model: nn.Module, folder: str, accelerator: Accelerator) -> str:
-    """Return the folder in which a checkpoint stores the active adapter. Adapters that are not named ``default`` are in
-    subfolders.
+    """Return the folder in which a checkpoint stores the active adapter. An adapter with a name other than ``default`` is
+    stored in a subfolder of that name.
 
-    `transformers.Trainer` of version 5.23 loads the best model from the checkpoint's own folder. The checkpoint's own folder
-    contains the adapter ``default`` or no adapter.
+    `transformers.Trainer` of version 5.23 loads the best model from the checkpoint's own folder. This folder contains the
+    adapter ``default`` or no adapter.
     """
     bare: Any = unwrapped(model)
     whole = adapters_of(bare) and not shards_parameters(accelerator)
@@ -859,11 +859,11 @@ def _check_patterns(model: Any) -> None:
 
 
 def _check_recurrent_layers(model: Module, moved: bool) -> None:
-    """Raise an error or warn if an adapter has no effect. Recurrent layers use some weights without calling the module that
-    has the adapter.
+    """Raise an error or warn if an adapter has no effect in recurrent layers. These layers use some weights directly,
+    without calling the module that the adapter wraps.
 
-    If the adapter starts at zero, the function only warns, because the ineffective part stays zero and the rest of the
-    adapter is trained.
+    If the adapter starts at zero, the function only warns, because the ineffective weights stay zero and all other weights
+    of the adapter are trained.
 
     Args:
         model: Model with an adapter.
@@ -905,7 +905,7 @@ def _check_kind(config: PeftConfig) -> None:
 
 
 def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
-    """Raise an error for an adapter that would not be trained, or that would cause an unclear error later."""
+    """Raise an error for an adapter whose weights would not be trained, or that would cause an unclear error later."""
     config = model.active_peft_config
     kind = adapter_kind(config)
     _check_kind(config)
@@ -957,7 +957,9 @@ TEMPLATE_FILES = (".jinja", ".j2")
 
 
 def changes_vocabulary(args: PostTrainingConfig) -> bool:
-    """Return whether ``chat_template_path`` names a tokenizer whose template and tokens are cloned, and not a template file."""
+    """Return whether ``chat_template_path`` is the path of a tokenizer, and not of a template file. The template and the
+    tokens of such a tokenizer are cloned.
+    """
     path = args.chat_template_path
     return path is not None and not str(path).endswith(TEMPLATE_FILES)
 
@@ -1033,7 +1035,7 @@ def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:
 
 
 def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig) -> None:
-    """Add the tokenizer's eos token and the end-of-turn tokens of the chat template to the stop tokens for generation.
+    """Add the tokenizer's eos token and the chat template's end-of-turn tokens to the stop tokens for generation.
 
     The generation config keeps its existing stop tokens. The model's config changes only if ``args.eos_token`` is set.
     """
@@ -1139,7 +1141,7 @@ def _set_special_tokens(tokenizer: Tokenizer, source: Any) -> None:
     if tokenizer.bos_token is None and source.bos_token in vocabulary:
         tokenizer.bos_token = source.bos_token
     if old_pad is not None and (old_pad != tokenizer.eos_token or old_pad == old_eos):
-        # If the pad token was the same as the previous eos token, keep it, because this was the user's choice.
+        # If the pad token was the same as the previous eos token, keep it, because the user chose it.
         return
     for candidate in (source.pad_token, old_eos):
         if candidate in vocabulary and candidate != tokenizer.eos_token:
@@ -1199,7 +1201,7 @@ def _start_at_mean(model: nn.Module, added: list[int], known: int) -> None:
     output = model.get_output_embeddings()
     weights = {id(w): w for w in [model.get_input_embeddings().weight, *([] if output is None else [output.weight])]}
     generator = torch.Generator().manual_seed(SEED)
-    for weight in weights.values():  # Tied embeddings have one entry, so that rows are written once.
+    for weight in weights.values():  # Tied embeddings occur only once in the dict, so that rows are written once.
         old = weight[:known].float()
         noise = torch.randn(len(added), weight.shape[1], generator=generator).to(weight.device)
         weight[added] = (old.mean(0) + SPREAD * old.std(0) * noise).to(weight.dtype)

@@ -30,21 +30,24 @@ CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
 # Number of bytes of logits whose softmax a CPU computes at a time. Logits of this size stay in the CPU's cache while the
 # softmax reads them several times.
 CACHE_BYTES = 3 * 2**20
-# LEAST_POSITIONS: minimum number of positions per chunk. With a vocabulary of 152k, a chunk of 24 MiB has only 41 positions
-# and takes 1.4 times as long per position as a chunk of 128 positions. REPACKED: minimum number of elements of a weight for
-# which oneDNN's matrix products are used. oneDNN needs 1 to 2 ms of setup for each new number of rows.
+# LEAST_POSITIONS is the minimum number of positions per chunk. With a vocabulary of 152k, a chunk of 24 MiB has only 41
+# positions and takes 1.4 times as long per position as a chunk of 128 positions. REPACKED is the minimum number of elements
+# of a weight for which oneDNN's matrix products are used. For smaller weights, oneDNN's setup of 1 to 2 ms per new number of
+# rows takes too long.
 LEAST_POSITIONS, REPACKED = 128, 2**20
 # Whether this build of torch has oneDNN's matrix products for linear layers. Builds for x86 have these products.
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 NUMBERS = ("entropy", "mean_logit", "collision")
-# Maximum difference between the actual and the expected gradient of a log-prob, as a fraction of the largest gradient of any
+# Maximum difference between the actual and the expected gradient of a log-prob. The unit is the largest gradient of any
 # log-prob.
 MOST_ERROR = 1e-6
 
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Outputs of `token_logprobs`, each of shape ``(N,)``. An output other than ``logp`` is None if it was not requested."""
+    """Outputs of `token_logprobs`. Each output is a tensor ``(N,)``. All outputs except ``logp`` are None unless they were
+    requested.
+    """
 
     logp: Tensor
     entropy: Tensor | None = None
@@ -316,8 +319,8 @@ class _TokenLogprobs(torch.autograd.Function):
 def _prepared(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Cast the operands to one dtype, which is autocast's dtype under autocast. Return them and the number of positions per
-    chunk.
+    """Cast the operands to one dtype, which is autocast's dtype under autocast. Return the operands and the number of
+    positions per chunk.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -455,7 +458,7 @@ def chunked_rows(
     softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Compute K values per position from the logits of that position. The forward and the backward pass compute the logits in
+    """Compute K values from the logits of each position. Both the forward pass and the backward pass compute the logits in
     chunks.
 
     Args:

@@ -46,8 +46,8 @@ def layers_to_keep(model: nn.Module) -> int:
     activated and summed tensors.
 
     Returns:
-        Number of layers, at most all layers of the model, or 0 for a model without checkpointable layers or without an output
-        layer.
+        Number of layers, at most the number of layers of the model. The result is 0 for a model that has no checkpointable
+        layers or no output layer.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     head = output_layer(model)
@@ -68,8 +68,8 @@ ATTENTION_OPS = {getattr(torch.ops.aten, name).default for name in ATTENTION if 
 
 
 def keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Return the checkpoint policy of an operator. Outputs of attention are saved, because their cost is quadratic. Outputs
-    of all other operators are recomputed.
+    """Return the checkpoint policy of an operator. The outputs of attention are saved, because recomputing them has a cost
+    quadratic in the length. The outputs of all other operators are recomputed.
     """
     kept = op in ATTENTION_OPS or any(name in str(op) for name in ("flash_attn", "varlen_attn"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -98,13 +98,15 @@ def recompute_activations(model: nn.Module, options: dict[str, Any] | None = Non
 
 
 def recomputes(args: TrainingArguments) -> bool:
-    """Return whether activation checkpointing is enabled. In recent versions of transformers, the option has two names."""
+    """Return whether activation checkpointing is enabled. The function reads both option names of recent transformers
+    versions.
+    """
     return bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
 
 
 def recompute_options(args: TrainingArguments) -> dict[str, Any]:
-    """Return the keyword arguments of activation checkpointing. In recent versions of transformers, the option has two
-    names.
+    """Return the keyword arguments of activation checkpointing. The function reads both option names of recent transformers
+    versions.
     """
     return dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
 
@@ -150,14 +152,14 @@ class KeepLastActivations(TrainerCallback):
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     """Saved-tensor hooks that copy activations to pinned host memory. The backward pass copies them back.
 
-    Both copies run on the current stream. The copy to the host therefore finishes before the copy back starts. The host does
-    not wait for the copies.
+    Both copies run on the current stream, so the copy to the host finishes before the copy back to the device starts. The
+    host does not wait for the copies.
 
     Args:
         use_pin_memory: Whether to use page-locked memory. Copies to page-locked memory do not block the host.
         min_offload_size: Size in bytes below which a tensor stays on the device.
         device_type: Type of the device whose tensors are offloaded. Tests use ``cpu``.
-        kept: Addresses of storages that stay on the device, i.e. the storages of parameters.
+        kept: Addresses of the storages of parameters, which stay on the device.
 
     Raises:
         ConfigError: ``min_offload_size`` is negative.
@@ -183,7 +185,8 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             tensor.device.type != self.device_type
             or tensor.nbytes < self.min_size
             or isinstance(tensor, nn.Parameter | nn.Buffer)
-            # Tensor subclasses (e.g. fp8 or sharded tensors) have their own implementation of offloading.
+            # Do not offload tensor subclasses (e.g. fp8 or sharded tensors), because these classes implement offloading
+            # themselves.
             or type(tensor) is not Tensor
             or tensor.untyped_storage().data_ptr() in self.kept
         )
@@ -245,8 +248,8 @@ def get_act_offloading_ctx_manager(model: nn.Module, *, enabled: bool = True, **
     return OffloadActivations(device_type=next(model.parameters()).device.type, kept=kept, **options)
 
 
-# Numbers of `mallopt` parameters in glibc's malloc.h. KEPT contains the values that this library sets. STANDARD contains
-# glibc's defaults.
+# Identifiers of `mallopt` parameters, from glibc's malloc.h. KEPT maps each identifier to the value that this library sets.
+# STANDARD maps it to glibc's default.
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4
 KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 * 2**20}  # The value -1 disables trimming (see mallopt(3)).
 STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10}
@@ -288,9 +291,9 @@ def gradients_first(model: nn.Module, *, passes: int) -> Iterator[None]:
     If a weight gets no gradient from any pass, its ``grad`` is None afterwards, so that the optimizer does not update it.
 
     Args:
-        model: The model. If the model is wrapped for parallelism, the function does nothing, because the wrapper manages
-            gradient memory. Weights that FSDP2 sharded in place are skipped too, because their ``_version`` stays 0 when the
-            gradient changes.
+        model: The model. If the model has a wrapper such as DDP, the function does nothing, because the wrapper manages the
+            memory of gradients. Weights that FSDP2 sharded in place are skipped too, because their ``_version`` stays 0 when
+            the gradient changes.
         passes: Number of forward and backward passes inside the context. For a single pass, the function does nothing.
     """
     without_gradient = []
@@ -322,8 +325,8 @@ def _set(values: dict[int, int]) -> bool:
     return library is not None and {library.mallopt(name, value) for name, value in values.items()} == {1}
 
 
-# Files of a control group (container) with its memory limit, its memory usage and its statistics. The first entry is for
-# cgroups version 2, the second for version 1.
+# Files of a control group (container) with its memory limit, its memory usage and its statistics. The first item contains
+# the files of cgroups version 2, and the second item those of version 1.
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (
@@ -341,7 +344,7 @@ class Available:
     Attributes:
         free: Number of bytes that this process can use, including the bytes that it already uses.
         total: Total number of bytes of the device, or of the limit if a lower limit is set.
-        where: Name of the device or of the limit, for messages.
+        where: Name of the device or of the limit, used in messages.
     """
 
     free: int
@@ -432,7 +435,7 @@ BACKWARD_FACTOR = 3
 
 
 def _number(config: PretrainedConfig, *names: str) -> int:
-    """Return the first value above 0 among the config fields ``names``."""
+    """Return the value of the first config field in ``names`` whose value is above 0."""
     for name in names:
         value = getattr(config, name, None)
         if value:
@@ -460,7 +463,8 @@ def _text_config(config: PretrainedConfig) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _products(kind: Any, settings: str) -> int:
-    """Return the number of forward operations per token of all products with weights in the model's layers.
+    """Return the number of operations per token that matrix products with the weights of the model's layers need in a
+    forward pass.
 
     Each weight needs two operations, a multiplication and an addition. Only experts to which a token is routed are counted.
 
@@ -489,7 +493,9 @@ def _products(kind: Any, settings: str) -> int:
 
 
 def _scores(config: PretrainedConfig, seq_len: int) -> int:
-    """Return the number of forward operations per token of attention scores and of their product with the values."""
+    """Return the number of operations per token that attention scores and their product with the values need in a forward
+    pass.
+    """
     heads = _number(config, "num_attention_heads")
     return _number(config, "num_hidden_layers") * 4 * heads * head_size(config) * seq_len
 
@@ -506,9 +512,9 @@ def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
     counted in a model that is built from the config on the meta device.
 
     Training costs three times the forward pass. Attention scores are counted for all pairs of tokens; `adjusted_mfu`
-    subtracts the half that causal attention does not compute. The embedding is counted as a product, although it is a lookup.
-    With tied weights, embedding and output layer are counted once together, so that the count is correct. Without tied
-    weights, the forward count is too high by 2 * vocabulary size * hidden size.
+    subtracts the half of the scores that causal attention does not compute. The embedding is counted as a product, although
+    it is a lookup. With tied weights, embedding and output layer are counted once together, so that the count is correct.
+    Without tied weights, the forward count is too high by 2 * vocabulary size * hidden size.
 
     Args:
         config: A transformers config. For a multimodal model, only the text model is counted.
@@ -558,7 +564,8 @@ def compute_mfu(
 
 
 def adjusted_mfu(mfu: float, config: PretrainedConfig, seq_len: int) -> float:
-    """Return the MFU that results from counting half of the attention scores. Causal attention computes only this half.
+    """Return the MFU that results if only half of the attention scores are counted. Causal attention computes only this
+    half.
 
     ``mfu * (F - scores / 2) / F`` with F from `compute_flops_per_token`.
 

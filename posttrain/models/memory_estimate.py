@@ -35,17 +35,18 @@ from posttrain.types import Batch
 
 # Memory that the driver and libraries use in one process, in bytes. nvidia-smi shows about this value for an idle process.
 CUDA_CONTEXT = 600 * 2**20
-# HOLES: memory that glibc cannot reuse, as a multiple of the largest tensor. glibc puts small blocks into the space of a
-# large block that was freed, so that the next large block needs new memory. In measurements, this memory was up to three
-# times the largest tensor (benchmarks/estimate.py). CUDA_WASTE: fraction of memory that the CUDA allocator cannot reuse,
-# which is a guess.
+# HOLES is the memory that glibc cannot reuse, as a multiple of the size of the largest tensor. glibc puts small blocks into
+# the space of a large block that was freed, so that the next large block needs new memory. In measurements, this memory was
+# up to three times as large as the largest tensor (benchmarks/estimate.py). CUDA_WASTE is the fraction of memory that the
+# CUDA allocator cannot reuse. Its value is a guess.
 HOLES = 3
 CUDA_WASTE = 0.05
-# PER_BYTE: bytes of optimizer states per byte of a trained weight. EIGHT_BIT: bytes of 8-bit optimizer states per weight.
+# PER_BYTE is the number of bytes of optimizer states per byte of a trained weight. EIGHT_BIT is the number of bytes of 8-bit
+# optimizer states per trained weight.
 PER_BYTE = {"adamw": 2, "adam": 2, "nadamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3, "stable": 2}
 EIGHT_BIT = {"adamw": 2, "lion": 1, "rmsprop": 1, "ademamix": 3}
 STATELESS = ("sgd", "lomo", "adalomo")
-LOW_RANK, RANK = ("galore", "apollo"), 128  # The rank is the default of transformers.
+LOW_RANK, RANK = ("galore", "apollo"), 128  # The rank is the default value in transformers.
 AUTO_CLASSES = {
     "causal": "AutoModelForCausalLM",
     "images": "AutoModelForImageTextToText",
@@ -54,7 +55,7 @@ AUTO_CLASSES = {
 
 
 def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype for a dtype or its name, with or without ``torch.``."""
+    """Convert the name of a dtype, with or without the prefix ``torch.``, to the dtype. A dtype is returned unchanged."""
     return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.removeprefix("torch."))
 
 
@@ -113,8 +114,8 @@ PREFILL_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Shards:
-    """Numbers of processes over which weights, gradients and optimizer states are sharded. ``processes`` is the number of all
-    processes of the run.
+    """Numbers of processes over which weights, gradients and optimizer states are sharded. ``processes`` is the total number
+    of processes in the run.
     """
 
     weights: int = 1
@@ -134,8 +135,8 @@ class Workload:
         critic: Value model that is trained with the policy.
         value_head: Whether the policy has a value head.
         frozen: Reference and reward models. Frozen models are in memory during the whole run.
-        reference: Model that computes the reference's log-probs of the same rows, without gradients. ``copy``: a separate
-            model. ``adapter``: the policy without its adapter. Empty: there is no reference.
+        reference: Kind of the model that computes the reference's log-probs of the policy's rows, without gradients.
+            ``copy``: a separate model. ``adapter``: the policy without its adapter. Empty: there is no reference.
         needs: Names of additional outputs; see `posttrain.models.forward.forward`.
         checkpointing, kept_layers, optimizer, autocast: Values of the options with these names.
         generating: Largest call of the rollout engine. None: no engine runs in the trainer's process.
@@ -143,7 +144,7 @@ class Workload:
         device: ``cpu`` or ``cuda``.
         process: Number of bytes that the Python interpreter and its libraries use.
         pixels: Prepared images of the largest pass, by argument name of the vision tower. Tensors on the device ``meta`` are
-            enough if the vision tower does not use their values.
+            sufficient if the vision tower does not use their values.
     """
 
     policy: Part
@@ -170,8 +171,8 @@ class MemoryEstimate:
     """Estimated memory of one process of a run, in bytes.
 
     Attributes:
-        standing: Memory that is in use during the whole run, by component.
-        moments: Additional memory in each phase of a training step, by component.
+        standing: Memory that is in use during the whole run. The key is the component, e.g. the weights.
+        moments: Additional memory in each phase of a training step. Each value maps components to bytes.
         trainable, parameters: Number of trained weights and number of all weights of the policy.
     """
 
@@ -226,9 +227,9 @@ def estimate_memory(work: Workload) -> MemoryEstimate:
     """Estimate the peak memory of one process of a run.
 
     ``standing`` contains the memory of weights, optimizer states and frozen models. ``moments`` contains the additional
-    memory of each phase of a step. The phases are forward and backward, the optimizer step, the reference's forward pass, and
-    generation. Forward and backward need gradients, activations and chunks of logits. Generation needs keys and values, and
-    logits of the running sequences::
+    memory of each phase of a step. The phases are forward and backward pass, optimizer step, the reference's forward pass,
+    and generation. Forward and backward pass need gradients, activations and chunks of logits. Generation needs keys, values
+    and logits of the running sequences::
 
         peak = standing + max(moments)
 
@@ -293,8 +294,8 @@ def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
 
 
 def _gathered(model: nn.Module) -> int:
-    """Return the number of bytes of weights that are gathered at the same time: the weights of two layers, and all weights
-    outside of layers.
+    """Return the number of bytes of the weights that are gathered at the same time. These are the weights of two layers and
+    all weights outside of layers.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
@@ -303,16 +304,16 @@ def _gathered(model: nn.Module) -> int:
 
 
 def _unpacked(shadow: Shadow, dtype: torch.dtype) -> int:
-    """Return the number of bytes of the largest dequantized weight and its transpose. Only one weight is dequantized at a
-    time.
+    """Return the number of bytes of the largest dequantized weight and its transpose. The other weights need no such memory
+    at the same time, because only one weight is dequantized at a time.
     """
     packed = (p for name, p in shadow.model.named_parameters() if name in shadow.quantised)
     return 2 * dtype.itemsize * max((p.numel() for p in packed), default=0)
 
 
 def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> dict[str, int]:
-    """Estimate the memory of the batch with the most tokens and of the batch with the most loss tokens. Return the estimate
-    with the larger peak.
+    """Estimate the memory of two batches: the batch with the largest number of tokens, and the batch with the largest number
+    of loss tokens. Return the estimate with the larger peak.
     """
     options = {"training": training, "accumulating": accumulating, "needs": work.needs, "autocast": work.autocast}
     options["pixels"] = work.pixels
@@ -339,8 +340,8 @@ WITHOUT_KEYS = ("linear_attention", "conv", "mlp", "moe")
 
 
 def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
-    """Return the number of bytes of generation by component: keys and values (``2 L H_kv d bytes`` per token), logits, and
-    the activations of a prefill pass.
+    """Return the number of bytes that each component of generation needs. The components are keys and values
+    (``2 L H_kv d bytes`` per token), logits, and the activations of a prefill pass.
 
     Instead of keys and values, recurrent layers store one state per sequence and one state per prompt.
     """
@@ -388,7 +389,7 @@ class Shadow:
         critic: Second model that runs in every forward pass, e.g. PPO's value model.
         value_head: Whether the model has a value head.
         checkpointing: Whether activations are recomputed in the backward pass.
-        kept_layers: See `PostTrainingConfig.kept_layers`.
+        kept_layers: Value of `PostTrainingConfig.kept_layers`.
     """
 
     def __init__(
@@ -417,7 +418,7 @@ class Shadow:
 
     @property
     def quantised(self) -> set[str]:
-        """Names of the weights that are quantized: the frozen weights of all linear layers except the output layer."""
+        """Names of quantized weights, which are the frozen weights of all linear layers except the output layer."""
         if self.part.bits is None:
             return set()
         linear = {f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)}
@@ -426,7 +427,9 @@ class Shadow:
         return {name for name, p in named if name in linear and not p.requires_grad and p is not head}
 
     def named_sizes(self) -> dict[str, tuple[int, bool]]:
-        """Map each parameter name to the parameter's number of bytes and whether it is trained."""
+        """Map each parameter name to the parameter's number of bytes and to a flag. The flag is True if the parameter is
+        trained.
+        """
         packed, bits = self.quantised, self.part.bits or 0
         return {
             name: (int(p.numel() * bits / 8) if name in packed else p.nbytes, p.requires_grad)
@@ -495,7 +498,7 @@ def _from_meta(model: nn.Module) -> None:
 
 
 class _Meter(TorchDispatchMode):
-    """Counter of the bytes of all existing tensor storages, by kind, that records the peak."""
+    """Counter of the bytes of all existing tensor storages. It counts each kind of storage separately, and records the peak."""
 
     def __init__(self, model: nn.Module, vocabulary: int) -> None:
         super().__init__()
@@ -620,7 +623,7 @@ def _sum_of_outputs(
         shadow: Model with fake tensors.
         shape: ``(B, T)`` of the batch.
         attention: Attention inputs of the real batch; see `attention_inputs`.
-        counts: Numbers of loss tokens, of sequences, and of completion tokens of the batch.
+        counts: Three numbers about the batch: loss tokens, sequences, and completion tokens.
         needs: Outputs that the head computes in addition to log-probs.
     """
     place = torch.zeros(shape, dtype=torch.long)  # (B, T)

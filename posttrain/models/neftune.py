@@ -23,7 +23,7 @@ class Noise:
     Attributes:
         alpha: Magnitude of the noise.
         inverse_lengths: ``(B, T)`` values 1/L for the current pass. If ``inverse_lengths`` is None or has another
-            shape, L is the width of the row.
+            shape, L is the number of columns.
 
     Reference: NEFTune, arXiv:2310.05914.
     """

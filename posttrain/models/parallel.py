@@ -1,5 +1,5 @@
-"""Functions for runs on several processes (DDP, FSDP, ZeRO): collectives, gathered parameters, sharded checkpoints and shared
-errors.
+"""Functions for runs on several processes (DDP, FSDP, ZeRO): collective operations, gathered parameters, sharded
+checkpoints, and errors that one process shares with all processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WHOLE = "neither FSDP nor DeepSpeed"
-# Names of modules whose hooks gather and free parameters.
+# Names of Python modules that define hooks which gather and free parameters.
 SHARDING = ("torch.distributed.fsdp", "deepspeed.")
 
 
@@ -62,7 +62,9 @@ def gather_objects(item: object, accelerator: Accelerator) -> list[Any]:
 
 
 def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
-    """Scatter the main process's list, and return the item of this rank. Every rank must call the function."""
+    """Send one item of the main process's list to each rank. Return the item for this rank. Every rank must call the
+    function.
+    """
     if accelerator.num_processes == 1:
         return items[0]
     mine: list[Any] = [None]
@@ -104,7 +106,7 @@ def exchange_objects(parcels: list[list[Any]], accelerator: Accelerator) -> list
 
 
 def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]:
-    """Sum each number of a list over ranks, in one collective operation."""
+    """Sum each number of a list over ranks. All numbers are summed in one collective operation."""
     if accelerator.num_processes == 1:
         return values
     # MPS does not support float64, so use the CPU.
@@ -311,7 +313,7 @@ def _summon_fsdp(model: nn.Module, bare: torch.nn.Module) -> Iterator[torch.nn.M
 def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
     """Raise an error if this run cannot load the optimizer of a checkpoint.
 
-    Without this check, transformers would start with a new optimizer, or fail with an unclear error.
+    Without this check, transformers would start with a new optimizer, or it would fail with an unclear error.
 
     An optimizer that was saved with FSDP can be loaded with and without FSDP. An optimizer that was saved with ZeRO can be
     loaded on any number of processes. However, either both runs must use ZeRO-3, or both runs must use a lower stage.
@@ -449,8 +451,8 @@ def _make_universal(shards: list[Path], wrote: int) -> None:
 
 
 def _read(shard: Path) -> dict[str, Any]:
-    """Read from a ZeRO shard the number of processes that wrote the shards (``processes``) and the names of the optimizer
-    states (``kept``).
+    """Read two values from a ZeRO shard: the number of processes that wrote the shards (``processes``), and the names of the
+    optimizer states (``kept``).
     """
     # With mmap=True, only the structure of the file is read, and not the data of its tensors.
     try:
@@ -469,7 +471,7 @@ def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) 
     """Configure accelerate to load an FSDP checkpoint in the format of its files (full or sharded), even in a process without
     FSDP.
 
-    Yields: True if the folder contains an FSDP checkpoint, otherwise ``shards``.
+    Yields: True if the folder contains an FSDP checkpoint, otherwise the value of the argument ``shards``.
     """
     saved = sorted(Path(folder).glob("pytorch_model_fsdp*")) if folder is not None else []
     if not saved:
@@ -530,9 +532,7 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name of each frozen parameter and its local shard. If a parameter is not sharded, the whole parameter is
-    yielded.
-    """
+    """Yield the name and the local shard of each frozen parameter. A parameter that is not sharded is yielded whole."""
     for module in model.modules():
         # After a forward pass without a backward pass, FSDP2 leaves some parameters gathered. Reshard these parameters.
         if isinstance(module, FSDPModule):
@@ -638,7 +638,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
-    """Run ``function`` on every rank. If the function fails on any rank, all ranks raise an error."""
+    """Run ``function`` on this rank. If the function fails on any rank, raise an error on all ranks."""
     with failing_together(accelerator):
         return function()
 

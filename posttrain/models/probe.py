@@ -60,20 +60,20 @@ from posttrain.models.attention import (
 logger = logging.getLogger(__name__)
 
 
-# Maximum difference of outputs, as a fraction of the standard deviation of the reference values. In half precision, the
-# tolerance is 0.1.
+# Maximum allowed difference between outputs and reference values, as a fraction of the reference values' standard deviation.
+# In half precision, the maximum is 0.1.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 
 
-# Rounding error of log-probs, as a fraction of the largest value. Log-probs are computed in float32.
+# Rounding error of float32 log-probs, as a fraction of the largest absolute log-prob.
 ROUNDING = 8 * torch.finfo(torch.float32).eps
 
 
 TF32_EPS = 2.0**-10  # Relative precision of TF32, whose mantissa has 10 bits.
 
 
-# ROUNDED: number of times that a comparison is repeated, each time with different rounding errors. FEW: maximum share of
-# values that may differ because of rounding.
+# ROUNDED is the number of times that a comparison is repeated, each time with different rounding errors. FEW is the maximum
+# share of compared values that may differ because of rounding.
 ROUNDED, FEW = 16, 0.25
 
 
@@ -201,9 +201,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
 
 @contextmanager
 def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
-    """Set the sizes of the attention windows in ``windows`` to `NARROW` in all configs and layers of the model inside the
-    context.
-    """
+    """Set the attention windows in ``windows`` to the size `NARROW` in the model's configs and layers, inside the context."""
     configs = [config_of(module) for module in model.modules()]
     configs += [one.get_text_config() for one in configs if isinstance(one, PretrainedConfig)]
     holders = {id(one): one for one in (*model.modules(), *configs) if one is not None}.values()
@@ -347,7 +345,9 @@ def _refuse_wrong_outputs(model: Module) -> None:
 
 
 def _fault(model: Module, layout: Layout, device: torch.device, autocast: torch.dtype | None = None) -> str:
-    """Return the reason why a model cannot use a layout, or "" if it can. The message of any exception is a reason too."""
+    """Return the reason why a model cannot use a layout, or "" if it can. If the model raises an exception, the reason is
+    the exception's message.
+    """
     here = next(model.parameters()).device.type
     computed = nullcontext() if autocast is None or here == "cpu" else torch.autocast(here, dtype=autocast)
     try:
@@ -449,7 +449,8 @@ def tolerance_of(model: Module) -> float:
 
 @torch.no_grad()
 def probe_head(model: Module) -> None:
-    """Set ``own_logits`` if the log-probs of the chunked head differ from log-probs from the model's own forward method.
+    """Compare log-probs of the chunked head with log-probs of the model's own forward method. Set ``own_logits`` if they
+    differ.
 
     The comparison uses one padded sequence, so that only the head can cause a difference. Classifiers are skipped.
     """
@@ -514,7 +515,7 @@ def has_logp(rows: Sequence[Row]) -> Tensor:
 def random_prompts(vocabulary: int, sizes: Sequence[int]) -> list[list[int]]:
     """Return random token sequences of the lengths ``sizes``. Calls with equal arguments return equal sequences."""
     generator = torch.Generator().manual_seed(0)
-    # Use only the first half of the vocabulary, because image placeholders have high ids and would require images.
+    # Use only ids from the first half of the vocabulary. Image placeholders have higher ids, and they would require images.
     return [torch.randint(0, vocabulary // 2, (n,), generator=generator).tolist() for n in sizes]
 
 

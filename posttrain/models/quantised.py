@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Bits of memory per quantized weight, including its scales. Weights with 4 bits have one float32 scale per 64 weights. With
-# double quantization, each of these scales has 8 bits, and 256 scales share one float32 scale. Weights with 8 bits have one
-# scale per row, which is neglected.
+# Bits of memory per quantized weight, including its scales. 4-bit weights have one float32 scale per 64 weights. With double
+# quantization, each of these scales has 8 bits, and 256 scales share one float32 scale. 8-bit weights have one scale per
+# row, which is neglected.
 SCALES = {(4, False): 4 + 32 / 64, (4, True): 4 + 8 / 64 + 32 / (64 * 256), (8, False): 8.0, (8, True): 8.0}
 # Parameters that `prepare_adapter` does not cast. Rounding would lose small updates of DoRA's magnitudes. Heads receive
 # inputs in the dtype of their weights.
@@ -76,8 +76,8 @@ def weight_bits(settings: Any) -> float | None:
 def check_quantised(
     model: str | nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None, quantization_config: Any
 ) -> None:
-    """Raise an error if the model's weights are quantized and the run cannot train it. This check runs before any weight is
-    read.
+    """Raise an error if the model's weights are quantized and the run cannot train such a model. This check runs before any
+    weight is read.
 
     Args:
         model: Argument ``model`` of the trainer, a name or an object.

@@ -122,8 +122,8 @@ def create_reference_model(
     Args:
         model: The policy.
         num_shared_layers: Number of layers, from the first, that are shared instead of copied. The embeddings are then shared
-            too. Both models contain the same tensors of shared layers, so these tensors are frozen in ``model`` too. None: no
-            layers are shared.
+            too. The tensors of shared layers are the same objects in both models, so they are frozen in ``model`` too. None:
+            no layers are shared.
         pattern: Path of a layer's parameters, with ``{layer}`` in place of the layer's index. A pattern is needed for
             models whose paths are not in `LAYERS`.
 
@@ -353,7 +353,7 @@ UNREAD = (
 
 
 def forward_settings(model: nn.Module) -> dict[str, Any]:
-    """Return all settings that affect the result of a model's forward pass, apart from its weights.
+    """Return all settings, apart from weights, that affect the results of a model's forward pass.
 
     The settings are the model's config and, for a peft model, the configs and scales of its adapters and the names of the
     active adapters.
@@ -377,7 +377,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Number of weights per sum, which is small enough that a small change of a single weight still changes the float32 sum.
+# Number of weights per sum. The number is so small that a small change of a single weight still changes the float32 sum.
 SUMMED = 1 << 14
 
 

@@ -35,7 +35,7 @@ class TokenSplit(Protocol):
         ...
 
     def turns(self, last: bool) -> Iterator[tuple[int | None, bool]]:
-        """Yield one item per process of the group, see the function `turns`."""
+        """Yield one item per process of the group; see the function `turns` of this module."""
         ...
 
     def attention(

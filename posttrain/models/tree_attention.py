@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 PLAIN = "eager_attention_forward"
 # Backends of transformers that tree attention wraps, and that compute calls without a `Forest`.
 BACKENDS = tuple(OWN_NAMES.values())
-# Arguments of attention backends that tree attention supports, and arguments that do not change the result.
+# Two sets of argument names of attention backends: arguments that tree attention supports, and arguments that do not change
+# the result.
 UNDERSTOOD = {
     "sliding_window",
     "s_aux",
@@ -85,7 +86,7 @@ class Part(NamedTuple):
 
 
 def parts_of(segments: Sequence[Segment], window: int | None = None, chunk: int | None = None) -> list[Part]:
-    """Return the parts into which the attention of a batch is divided. The parts inside segments come first.
+    """Divide the attention of a batch into parts, i.e. blocks of queries and keys. The parts inside segments come first.
 
     Args:
         segments: Segments in depth-first order.
@@ -155,8 +156,8 @@ def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iter
 
 
 class Forest:
-    """A batch and the tree attention data that its attention layers share. The object is passed as an argument of the model's
-    forward call.
+    """A batch and the cached data that all attention layers share when they compute tree attention for it. The object is
+    passed as an argument of the model's forward call.
 
     The class is deliberately not a dataclass. FSDP2 copies dataclasses in the arguments of a layer to cast their tensors, and
     each layer would then recompute the cached values.
@@ -189,8 +190,8 @@ class Forest:
         return self.kept((queries, keys, part.ahead, window, dtype), lambda: _mask(part, window, dtype))
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the cached value of ``key``, which all layers of a pass share. If no value is cached, call ``make`` and
-        cache its result.
+        """Return the cached value of ``key``. If no value is cached, call ``make`` and cache its result. All layers of a
+        pass share the cache.
         """
         if key not in self._kept:
             self._kept[key] = make()
@@ -320,7 +321,7 @@ class Level(NamedTuple):
         queries, keys: ``(N,)`` indices into the ``B * T`` tokens of the batch.
         query_ends, key_ends: ``(parts + 1,)`` int32 cumulative lengths of the parts. Both start with 0.
         most_queries, most_keys: Maximum length of a part in queries and in keys.
-        causal: See `Part`.
+        causal: Whether attention is causal; see `Part`.
     """
 
     queries: Tensor
@@ -432,7 +433,9 @@ def varlen_backward(
 
 
 def _sides(level: Level, window: int | None) -> tuple[int, int]:
-    """Return the number of keys before and after its own position to which a query attends. -1 means all keys."""
+    """Return the number of keys before, and the number of keys after, the position of a query to which the query attends.
+    The value -1 means all keys.
+    """
     if not level.causal:
         return -1, -1
     return (-1 if window is None else window - 1), 0
@@ -453,9 +456,9 @@ def tree_attention(
     """Compute attention over packed prefix trees. Each token attends to itself and to earlier tokens of its path.
 
     Args:
-        q: ``(B, heads, T, d)``.
-        k: ``(B, KV heads, T, d)``. The number of query heads is a multiple of the number of KV heads.
-        v: ``(B, KV heads, T, d_v)``. d_v may differ from d.
+        q: ``(B, heads, T, d)`` queries.
+        k: ``(B, KV heads, T, d)`` keys. The number of query heads is a multiple of the number of KV heads.
+        v: ``(B, KV heads, T, d_v)`` values. d_v may differ from d.
         forest: The prefix trees of the batch.
         scale: Factor of the scores.
         window: Number of positions to which a token attends, including its own. None: no limit.
@@ -465,7 +468,7 @@ def tree_attention(
             chunks.
 
     Returns:
-        ``(B, heads, T, d_v)``, zero for padding.
+        ``(B, heads, T, d_v)`` outputs. Outputs of padding tokens are 0.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -685,8 +688,8 @@ def forest_mask(
             outside of the window. -1: the token is in no block.
 
     Returns:
-        ``(B, 1, T, T)`` bool. True means that the token at the index of the third dimension attends to the token at the index
-        of the last dimension. Padding tokens attend to themselves, because a softmax over no tokens would be NaN.
+        Bool mask ``(B, 1, T, T)``. True means that the token at the index of the third dimension attends to the token at the
+        index of the last dimension. Padding tokens attend to themselves, because a softmax over no tokens would be NaN.
     """
     until, position = batch.seen_until, batch.position_ids
     index = torch.arange(until.shape[1], device=until.device)
@@ -773,8 +776,8 @@ _strict = False
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Make unsupported layers raise an error inside the context. Outside, layers that tree attention does not support use a
-    mask.
+    """Make layers that tree attention does not support raise an error inside the context. Outside of the context, these
+    layers use a mask.
     """
     global _strict
     former, _strict = _strict, True

@@ -99,7 +99,7 @@ def _held(policy: nn.Module) -> tuple[Any, str, nn.Module] | None:
 
 
 def value_of(policy: nn.Module) -> nn.Module | None:
-    """Return the value function that is attached to the policy, a head or a second model. Return None if none is attached."""
+    """Return the policy's value function, which is a head or a second model. Return None if no value function is attached."""
     attached = _held(policy)
     return None if attached is None else attached[2]
 

@@ -80,8 +80,8 @@ TRACKERS: dict[str, Callable[[str, list[str], list[list[Any]]], None]] = {
 
 
 class Attempts:
-    """Runner of actions whose errors must not stop training. After an error, a warning is logged, and the action's
-    destination is skipped from then on.
+    """Runner of actions whose errors must not stop training. After an error, a warning is logged, and later actions with the
+    same destination are skipped.
     """
 
     def __init__(self) -> None:
@@ -104,9 +104,9 @@ class Attempts:
                 self.run(tracker, functools.partial(TRACKERS[tracker], name, columns, data))
 
 
-MINUTES = 2  # Interval between two pushes to the Hub, in minutes.
+MINUTES = 2  # Number of minutes between two pushes to the Hub.
 PER_TOKEN = ("tokens", "logps")  # Columns of the completions table that only the HTML report uses.
-# Column of the completions table with images for trackers.
+# Name of the column of the completions table that contains images for trackers.
 THUMBNAILS = "thumbnails"
 WIDE = 400  # Maximum number of characters of a text in the printed table.
 

@@ -69,7 +69,9 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def merge_parquet(parts: Sequence[Path], target: Path) -> None:
-    """Merge parquet files into one file. Missing columns become None. A column whose type changed is converted to text."""
+    """Merge parquet files into one file. Missing columns become None. If a column has different types in two files, it is
+    converted to text.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -67,10 +67,10 @@ MAIN: dict[str, str] = {
     "num_tokens": "tokens seen",
 }
 # Maximum number of metrics per line. The metrics of all reward functions together are counted as one metric. A metric of
-# several evaluation sets is counted once too.
+# several evaluation sets is counted as one metric too.
 COLUMNS = 8
 SILENCE = 30.0  # Without a terminal, the remaining time is printed after this number of seconds without any output.
-ROWS = 40  # Number of latest rows that the table in a notebook shows.
+ROWS = 40  # Number of rows in the table in a notebook. The latest rows are shown.
 
 
 def duration(seconds: float) -> str:
@@ -99,8 +99,8 @@ def shell_command(*words: str) -> str:
 
 
 def resume_command() -> str:
-    """Return the command that resumes this run: its command line with ``--resume_from_checkpoint true``, or a line of
-    Python.
+    """Return the command that resumes this run. It is the run's command line with ``--resume_from_checkpoint true``, or a
+    line of Python.
 
     Secrets in the command are replaced. A shell comment lists the options whose values the user must fill in.
     """
@@ -119,7 +119,7 @@ def resume_command() -> str:
     return f"{command}  # Fill in {', '.join(hidden)}: secrets are hidden here." if hidden else command
 
 
-# Metrics that measure the success of a run. Higher values are better, except for losses.
+# Metrics that measure the success of a run. Higher values are better, except for metrics that are losses.
 JUDGED = (
     "reward", "eval_reward", "accuracy", "eval_accuracy", "rewards/accuracies", "eval_rewards/accuracies", "loss", "eval_loss",
 )  # fmt: skip
@@ -210,7 +210,9 @@ def _unrewarded(history: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _best(args: TrainingArguments, state: TrainerState) -> list[str]:
-    """Return a line about the best evaluation: its metric, its checkpoint, and whether this checkpoint was loaded."""
+    """Return a line about the best evaluation. The line contains the metric, the checkpoint, and whether this checkpoint was
+    loaded.
+    """
     if state.best_metric is None or args.metric_for_best_model is None:
         return []
     metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')} {state.best_metric:.4g}"
@@ -241,8 +243,8 @@ def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, int
 
 
 class RichProgressCallback(transformers.TrainerCallback):
-    """Callback that prints a line of metrics at each logging step. On a terminal, it also shows a progress bar with the
-    remaining time.
+    """Callback that prints a line of metrics at each logging step. On a terminal, the callback shows a progress bar with the
+    remaining time as well.
 
     In a notebook, the callback shows a growing table instead. Findings are shown in a collapsed section below the table.
 

@@ -145,7 +145,7 @@ class RunRecord:
         self._old_parts = set(self._parts(*PREFIXES))
 
     def manifest(self, **content: Any) -> None:
-        """Write ``manifest.json``, which describes the run: versions, hardware, command and ``content``. Secrets are
+        """Write ``manifest.json``, which contains versions, hardware, the command, and the mapping ``content``. Secrets are
         replaced.
         """
         text = json.dumps(_plain(hide_secrets(describe_run() | content)), indent=2, default=str)
@@ -319,7 +319,7 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.record = RunRecord(args.output_dir or ".")
         self.lock = FolderLock(self.record.folder)
         self.args, self.tokenizer = args, tokenizer
-        # Functions that are called with rows of completions and a bool: whether the rows come from evaluation.
+        # Functions that receive rows of completions and a bool. The bool is True if the rows come from evaluation.
         self.listeners: list[Callable[[list[dict[str, Any]], bool], None]] = []
         # Function that returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces this function.
         self.interrupted: Callable[[], bool] = lambda: False

@@ -39,7 +39,8 @@ TRAINERS_ARGUMENTS = ("trainer_state", "prompt_suffixes", "environments", "log_e
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
 # Maximum absolute values of a reward and of a weight. The square of a larger product exceeds the range of float32.
 LARGEST_REWARD, LARGEST_WEIGHT = 1e12, 1e6
-# An asynchronous function that is still running this number of seconds after its timeout must be blocking the event loop.
+# Number of seconds after the timeout of an asynchronous function. If the function is still running then, it must be blocking
+# the event loop.
 GRACE_SECONDS = 5.0
 
 F = TypeVar("F", bound=Callable)
@@ -92,10 +93,10 @@ def unique(names: list[str]) -> list[str]:
 
 
 def one_each(name: str, values: object, count: int) -> list[Any]:
-    """Convert ``values`` to a list with one entry per reward function. None becomes a list of None entries.
+    """Convert ``values`` to a list with one item per reward function. None becomes a list of None items.
 
     Raises:
-        ConfigError: The number of entries is not ``count``. The message contains ``name``, the name of the argument.
+        ConfigError: The number of items is not ``count``. The message contains ``name``, the name of the argument.
     """
     entries = (
         [None] * count if values is None else list(values) if isinstance(values, list | tuple | Tensor) else [values]
@@ -139,11 +140,11 @@ class RewardTable:
     """Rewards of one batch of completions.
 
     Attributes:
-        values: Rewards ``(n, K)`` float32 of n completions and K functions. NaN means that a function returned None. After
+        values: ``(n, K)`` float32 rewards of n completions and K functions. NaN means that a function returned None. After
             `RewardRunner.finish`, the rewards are transformed.
         names: Unique names of the K functions.
-        weights: Weights ``(K,)`` float32 of the functions.
-        extra_columns: Columns that functions logged with ``log_extra``. There is one value per row.
+        weights: ``(K,)`` float32 weights of the functions.
+        extra_columns: Columns that functions logged with ``log_extra``. Each column has one value per row.
         metrics: Metrics to log: the duration of each function, values from ``log_metric``, and the number of NaN rewards.
         seconds: Duration of each function in seconds. The key is the function's name.
         raw: Rewards ``(n, K)`` before the transforms.
@@ -193,7 +194,7 @@ class RewardFunction:
 
         Args:
             columns: Names of the dataset columns for reward functions, without ``prompt``.
-            others: Names of the trainer's arguments, besides `ROWS`.
+            others: Names of the arguments that the trainer passes in addition to `ROWS`.
             dataset: Name of the dataset in the message.
         """
         for name, required in self.accepts.items():
@@ -266,7 +267,7 @@ def score(
 
     Raises:
         RewardError: A column does not have n values, or a function failed. The message contains the function's name. If the
-            reward of a row is invalid, the message also contains the row.
+            reward of a row is invalid, the message contains the row too.
     """
     prompts = rows["prompts"]
     for name, column in rows.items():
@@ -428,7 +429,7 @@ def _copy(value: object) -> Any:
     """Copy lists and dicts recursively, and keep their types. Other values, such as images, are not copied."""
     if not isinstance(value, list | Mapping):
         return value
-    # copy.copy also copies the attributes of a parsed message (`ParsedMessage.raw`).
+    # copy.copy includes the attributes of a parsed message (`ParsedMessage.raw`).
     copied: Any = copy.copy(value)
     if isinstance(value, list | dict):
         for key in range(len(value)) if isinstance(value, list) else value:

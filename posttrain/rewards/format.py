@@ -33,7 +33,9 @@ def think_format_reward(
 
 
 def _opened(suffix: str) -> str:
-    """Return the part of ``suffix`` from an unclosed ``<think>``. If there is none, return an empty string."""
+    """Return the part of ``suffix`` from an unclosed ``<think>``. If ``suffix`` has no unclosed ``<think>``, return an empty
+    string.
+    """
     start = suffix.rfind(OPEN)
     return suffix[start:] if start >= 0 and CLOSE not in suffix[start:] else ""
 
@@ -46,7 +48,7 @@ class SoftOverlongPunishment:
 
     Args:
         max_completion_len: Number of tokens at which the penalty reaches -1. It should be at most the trainer's
-            ``max_completion_length``. Otherwise no completion gets the full penalty.
+            ``max_completion_length``. Otherwise, no completion would get the full penalty.
         soft_punish_cache: Number of tokens in which the penalty falls from 0 to -1. With 0, the penalty is a step function.
 
     Reference: DAPO, arXiv:2503.14476, equation 13.
@@ -82,12 +84,12 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 
 class CosineScaledReward:
-    """Accuracy reward that depends on the length of a completion. Short correct answers get a larger reward than long ones.
-    Short wrong answers get a smaller reward than long ones.
+    """Accuracy reward that depends on the length of a completion. Short correct answers get a larger reward than long
+    correct answers. Short wrong answers get a smaller reward than long wrong answers.
 
     The reward is ``lo + (hi - lo) / 2 * (1 + cos(pi * p))`` with ``p = min(tokens / max_len, 1)``. For a correct answer,
     ``lo, hi = min_value_correct, max_value_correct``. For a wrong answer, ``lo, hi = max_value_wrong, min_value_wrong``. If
-    `accuracy_reward` returns None, this reward is also None.
+    `accuracy_reward` returns None, this reward is None too.
 
     With the defaults and ``max_len=100``, correct answers of 0, 25, 50, 75, 100 and 200 tokens get 1, 0.92678, 0.75,
     0.57322, 0.5 and 0.5. Wrong answers get the negatives of these values.

@@ -1,5 +1,5 @@
-"""Judges compare, rank or check completions. A judge can be a language model. `JudgeReward` converts a judge to a reward
-function.
+"""Judges, which compare, rank or check completions. A judge can be a language model. `JudgeReward` converts a judge to a
+reward function.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ class JudgeReward:
 
     The reward depends on the type of judge:
 
-    - pairwise: 1 for the better completion and 0 for the worse one. Without a verdict, each gets 0.5;
-    - rank: evenly spaced rewards, from 1 for the best completion of a group to 0 for the worst one;
+    - pairwise: 1 for the better completion and 0 for the worse completion. Without a verdict, both completions get 0.5;
+    - rank: evenly spaced rewards, from 1 for the best to 0 for the worst completion of a group;
     - binary: 1 or 0. If the judge failed for a completion, all completions of its group get 0.5.
 
     Args:
         judge: `BasePairwiseJudge` (groups of two), `BaseRankJudge` or `BaseBinaryJudge`.
         group_size: Number of completions per prompt. The completions of a prompt are consecutive rows.
-        halves: Order of rows if ``group_size`` is 2. True: first completions of all prompts, then second completions of all
-            prompts. False: the completions of a prompt are consecutive rows.
+        halves: Order of rows if ``group_size`` is 2. True: the first completions of all prompts, then the second completions
+            of all prompts. False: the completions of a prompt are consecutive rows.
 
     >>> class Longer(BasePairwiseJudge):
     ...     def judge(self, prompts, completions, shuffle_order=True):
@@ -199,8 +199,8 @@ class JudgeReward:
 class PairRewards(RewardRunner):
     """Reward runner for trainers that compare two completions per prompt.
 
-    Reward functions get the rows in another order: first completions of all prompts, then second completions of all prompts.
-    Rewards are returned in the original order.
+    Reward functions get the rows in another order: the first completions of all prompts, then the second completions of all
+    prompts. Rewards are returned in the original order.
 
     Attributes:
         pairs: Whether the two completions of a prompt are consecutive rows. If False, rows are not reordered.
@@ -216,7 +216,7 @@ class PairRewards(RewardRunner):
         return [0, 1, half, half + 1] if self.pairs and half > 1 else super().rows_again(count)
 
     def __call__(self, *, prompts: list[Any], **rows: Any) -> RewardTable:
-        """Score rows like `RewardRunner`. Reward functions get them in the order ``0, 2, 4, ..., 1, 3, 5, ...``."""
+        """Score rows like `RewardRunner`. Reward functions get the rows in the order ``0, 2, 4, ..., 1, 3, 5, ...``."""
         count = len(prompts)
         if not self.pairs or count % 2:
             return super().__call__(prompts=prompts, **rows)

@@ -31,7 +31,7 @@ WRAPPERS = [
     (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),
 ]
 BRACE = re.compile(r"[{}]")
-# Maximum number of iterations in `bare`. Otherwise an answer with thousands of nested wrappers would take minutes.
+# Maximum number of iterations in `bare`. Without this limit, an answer with thousands of nested wrappers would take minutes.
 LAYERS = 8
 # Separators between the boxes of a list of answers.
 LISTED = re.compile(r"[\s$]*(?:,|(?:,\s*)?(?:and|or))[\s$]*")
@@ -71,7 +71,7 @@ def _closing(text: str, opening: int) -> int | None:
 
 
 def bare(answer: object) -> str:
-    """Remove the box, dollar signs, formatting and the final period from an answer. Nested wrappers are removed, too."""
+    """Remove the box, dollar signs, formatting and the final period from an answer. Nested wrappers are removed as well."""
     text = str(answer).strip()
     for _ in range(LAYERS):
         before = text
@@ -116,7 +116,8 @@ FORMULA_SECONDS = 5.0
 # Maximum number of characters and maximum bracket depth of a parsed text. The parser's time grows exponentially with the
 # depth.
 FORMULA_CHARS, FORMULA_DEPTH = 1000, 20
-# Words and dates. They must not be parsed as formulas. As formulas, "yes" and "sey" would be the same product of y, e and s.
+# Pattern of words and dates, which must not be parsed as formulas. As formulas, "yes" and "sey" would be the same product of
+# y, e and s.
 WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*|\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}", re.S)
 # Number of consecutive batches without a parseable answer after which a warning explains the expected format.
 SILENT_BATCHES = 3
@@ -155,7 +156,7 @@ def accuracy_reward(
     Returns:
         1.0 or 0.0. None if the reference cannot be parsed. At most 1,000 characters are parsed, up to the end of the last
         box. A longer box is compared as text. The comparison runs in a separate process. If it takes longer than
-        `FORMULA_SECONDS` (5 s), the process is killed, and the answer counts as wrong. Even short formulas can take this
+        `FORMULA_SECONDS` (5 s), the process is killed, and the answer is treated as wrong. Even short formulas can take this
         long, e.g. ``x^x^x...`` with 250 characters.
 
         Examples for the reference ``42``:
@@ -246,7 +247,7 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
 
 
 def _to_parse(text: str) -> str | None:
-    """Remove the text after the last box, and all but the last `FORMULA_CHARS` characters.
+    """Remove the text after the last box. Keep only the last `FORMULA_CHARS` characters of the result.
 
     If the box is longer, or if brackets are nested deeper than `FORMULA_DEPTH`, return None. The caller then compares texts.
     """

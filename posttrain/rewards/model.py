@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 PROBES = ("Yes.", "No.", "The answer is 42, because 6 times 7 is 42.", "zxq zxq zxq zxq zxq")
-# Equal scores are an error only for more than this number of different texts. A few scores can be equal by chance or
-# rounding.
+# Number of different texts above which equal scores are an error. The scores of a few texts can be equal by chance or
+# because of rounding.
 TEXTS_BY_CHANCE = 3
 TOKENIZER = (
     "the tokenizer may have truncated the texts to length 0. Fix: pass the reward model's own tokenizer in "
@@ -40,7 +40,7 @@ class _RewardModel:
 
     def __init__(self, model: nn.Module, pad_token_id: int, batch_size: int) -> None:
         self.model = model.eval().requires_grad_(False)
-        # Id of padding tokens. They are masked, so the value does not matter.
+        # Id of padding tokens. Padding is masked, so the value of the id does not affect the scores.
         self.pad_token_id, self.batch_size = pad_token_id, batch_size
         self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
         self.limit: int | None = context_length(model.config.get_text_config())
@@ -99,14 +99,14 @@ class ModelReward(_RewardModel):
     """Reward function that scores prompt and completion with a reward model.
 
     For plain text, the reward model reads prompt and completion without additional special tokens. Conversations are
-    rendered with the reward model's chat template. Texts longer than the model's context lose their beginning. The score is
-    the classifier's output at the last token that is not padding.
+    rendered with the reward model's chat template. If a text is longer than the model's context, its beginning is removed.
+    The score is the classifier's output at the last token that is not padding.
 
     Args:
         model: Folder, hub id, or loaded model with ``num_labels=1``.
         tokenizer: Tokenizer of the reward model. None loads the tokenizer from the model's folder.
-        policy_tokenizer: Tokenizer of the policy. It is used for a model that was built in memory. Such a model has no
-            folder.
+        policy_tokenizer: Tokenizer of the policy. It is used for a reward model that was built in memory and therefore has
+            no folder.
         batch_size: Number of rows per forward pass.
         trust_remote_code: Whether Python code from the repository of the model or its tokenizer may run. It is used only if
             ``model`` is a string.
@@ -229,8 +229,8 @@ class ModelReward(_RewardModel):
 class WholeTextReward(ModelReward):
     """Reward model for plain text. Its tokenizer adds special tokens to each text.
 
-    If a text already begins with the bos token, no second one is added. Conversations are rendered with the chat template,
-    as in `ModelReward`.
+    If a text already begins with the bos token, no second bos token is added. Conversations are rendered with the chat
+    template, as in `ModelReward`.
     """
 
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
@@ -248,7 +248,7 @@ class TokenReward(_RewardModel):
 
     Args:
         model: Sequence classifier with one label and the same vocabulary as the policy.
-        pad_token_id: Id of padding tokens. They are masked, so the value does not affect the scores.
+        pad_token_id: Id of padding tokens. Padding is masked, so the value does not affect the scores.
         batch_size: Number of responses per forward pass.
     """
 
@@ -256,7 +256,7 @@ class TokenReward(_RewardModel):
         super().__init__(model, pad_token_id, batch_size)
 
     def __call__(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """Return one score per response. Sequences longer than the model's context lose their beginning.
+        """Return one score per response. If a sequence is longer than the model's context, its beginning is removed.
 
         Raises:
             RewardError: All responses of a batch got the same score. The first batch with several different responses is

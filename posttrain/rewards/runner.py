@@ -31,8 +31,8 @@ from posttrain.rewards.call import (
 
 logger = logging.getLogger(__name__)
 
-# If the correlation of two reward functions is below this value, the log reports them. Their rewards mostly cancel in the
-# sum.
+# Minimum correlation of two reward functions. If the correlation is lower, it is logged, because the rewards of the two
+# functions mostly cancel in the sum.
 OPPOSED_CORRELATION = -0.5
 # Number of rows of the first batch that are scored twice, to find reward functions that are not deterministic.
 ROWS_SCORED_TWICE = 4
@@ -63,7 +63,7 @@ def parse_transform(spec: str | None) -> Transform | None:
     - ``clip:a:b``: clamp rewards to [a, b];
     - ``log1p``: ``sign(r) * log(1 + |r|)``;
     - ``tanh:s``: ``tanh(r / s)``;
-    - ``rank``: fraction of the group's other rewards that are smaller, in [0, 1]. Equal rewards count half;
+    - ``rank``: fraction, in [0, 1], of the group's other rewards that are smaller. An equal reward is counted as one half;
     - ``zscore``: ``(r - mean) / (std + 1e-4)`` over all rows;
     - ``running``: `RunningScale`.
 
@@ -114,8 +114,8 @@ class RunningScale:
 
     With this scaling, the size of updates does not depend on the unit of rewards. The mean is not subtracted, because a
     baseline or a value function already subtracts it, and because rewards would change their sign. In training, rewards are
-    first added to the statistics (`add`), and then scaled. Evaluation does not change the statistics. While all rewards are
-    equal, they are not scaled.
+    first added to the statistics (`add`), and then scaled. Evaluation does not change the statistics. As long as all rewards
+    are equal, they are not scaled.
 
     Attributes:
         count, mean, squares: Number and mean of the rewards, and sum of squared deviations from the mean (Welford's
@@ -164,8 +164,8 @@ TRANSFORMS: dict[str, tuple[str, Callable[..., Transform | None]]] = {
 
 
 def variance_shares(values: Tensor, weights: Tensor) -> Tensor:
-    """Compute each function's share of the reward variance: ``w_k^2 var(r_k) / sum_j w_j^2 var(r_j)``, ``(K,)``. If no
-    function has variance, all shares are 0.
+    """Compute each function's share of the reward variance: ``w_k^2 var(r_k) / sum_j w_j^2 var(r_j)``. If no function has
+    variance, all shares are 0.
 
     Args:
         values: Rewards ``(n, K)``. NaN means that a function did not score a row.
@@ -204,8 +204,8 @@ def correlation(one: Tensor, other: Tensor) -> float | None:
 
 
 def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> str:
-    """Return a line of text with each function's share of the variance. It also lists pairs of functions whose rewards
-    cancel each other.
+    """Return a line of text with each function's share of the variance. In addition, the line lists pairs of functions whose
+    rewards cancel each other.
     """
     shares = variance_shares(values, weights)
     text = ", ".join(f"{name} {100 * float(share):.1f} %" for name, share in zip(names, shares, strict=True))
@@ -253,7 +253,7 @@ class RewardRunner:
         score_twice: Whether 4 rows of the first batch are scored twice. If the rewards differ, a warning is logged.
 
     Raises:
-        ConfigError: There are no reward functions, or a list does not have one entry per function.
+        ConfigError: There are no reward functions, or a list does not have one item per function.
 
     >>> def length(completions, **kwargs):
     ...     return [len(text) for text in completions]
@@ -302,7 +302,7 @@ class RewardRunner:
             )
         self.transforms = [parse_transform(spec) for spec in self._specs]
         self.score_twice = score_twice
-        self._hidden: set[str] = set()  # Columns with a logged warning.
+        self._hidden: set[str] = set()  # Columns about which a warning was logged.
 
     @property
     def weights(self) -> Tensor:
@@ -354,15 +354,15 @@ class RewardRunner:
             completion_ids: Token ids of the completions without padding. They include eos.
             columns: Dataset columns, with one value per row.
             trainer_state: State of the trainer, for the functions.
-            prompt_suffixes: End of the rendered prompt of each completion. It may open a tag. Rewards for the format need
-                it.
+            prompt_suffixes: End of the rendered prompt of each completion. Rewards for the format need this text, because it
+                may open a tag.
             environments: Environments for the functions. If None, they are not passed.
             strict: Whether a reward of NaN is an error (as in a dry run). Otherwise NaN has the same effect as None, and the
                 number of NaN rewards is logged as a metric.
 
         Raises:
             RewardError: A function failed. The message contains the function's name. If a row caused the error, the message
-                also contains the row.
+                contains the row too.
         """
         optional = {"prompt_suffixes": prompt_suffixes, "environments": environments}
         always = {"trainer_state": trainer_state} | {k: v for k, v in optional.items() if v is not None}
@@ -430,8 +430,8 @@ class RewardRunner:
         Args:
             table: Table whose ``values`` contain the rows of all processes.
             groups: Group number ``(n,)`` of each row.
-            training: Whether the rows are a training generation. Only training generations update the statistics of running
-                transforms.
+            training: Whether the completions are used for training, and not for evaluation. Only training updates the
+                statistics of running transforms.
         """
         columns = list(zip(table.names, self.transforms, table.values.unbind(1), strict=True))
         if training:
@@ -475,13 +475,13 @@ class RewardRunner:
         Args:
             examples: First rows of the training set.
             conversational: Whether completions are messages.
-            evaluation: Evaluation sets with their names. They must also have the columns that the functions need.
+            evaluation: Evaluation sets with their names. These sets must have the columns that the functions need as well.
             group: Number of completions per prompt. At least two completions are used.
             max_steps: ``trainer_state.max_steps``, if it is known, at least 1.
 
         Raises:
-            RewardError: A function raised an error, or returned an invalid result, e.g. a string, NaN, or too few values. Or
-                an evaluation set lacks a column that a function needs.
+            RewardError: A function raised an error, or returned an invalid result, e.g. a string, NaN, or too few values.
+                The error is also raised if an evaluation set lacks a column that a function needs.
         """
         for name, dataset in evaluation:
             columns = known_columns(dataset)

@@ -42,15 +42,15 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def _answer(messages: Sequence[Any]) -> Any:
-    """Return the last assistant message with content. If none has content, return the last assistant message. If there is no
-    assistant message, return an empty dict.
+    """Return the last assistant message with content. If no assistant message has content, return the last assistant
+    message. If there is no assistant message, return an empty dict.
     """
     turns = [message for message in messages if message.get("role", "assistant") == "assistant"]
     return next((turn for turn in reversed(turns) if _content(turn).strip()), turns[-1] if turns else {})
 
 
 def _content(message: Any) -> str:
-    """Return the text of a message. If its content is a list of parts, join the text parts."""
+    """Return the text of a message. If its content is a list of content blocks, join the text blocks."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content

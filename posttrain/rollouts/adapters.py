@@ -1,4 +1,6 @@
-"""Transfer of a LoRA adapter, without merging, to engines that already have the base model. Files have peft's format."""
+"""Transfer of a LoRA adapter, without merging, to engines that already have the base model. Adapter files have peft's
+format.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,12 @@ MORE = {
 
 
 def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None:
-    """Return the reason why the trained weights cannot be sent as a LoRA adapter, or None if they can.
+    """Return the reason why the trained weights cannot be sent as a LoRA adapter. Return None if they can be sent.
 
     Args:
         model: The trained model, with or without wrappers.
-        layers: Last name components of the layers for which the engine supports adapters. Empty: all linear layers.
+        layers: Names of the layers for which the engine supports adapters. A name is the last component of the module's
+            path, e.g. ``q_proj``. Empty: all linear layers.
     """
     bare: Any = unwrapped(model)
     configs = adapters_of(bare)
@@ -143,7 +146,8 @@ class AdapterWeights:
 
 
 def read_adapter(folder: Path) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
-    """Read the scale of an adapter, and the pair of matrices A ``(r, in)`` and B ``(out, r)`` for each weight, by its name.
+    """Read an adapter from a folder. Return its scale, and a dict that maps the name of each weight to its matrices A
+    ``(r, in)`` and B ``(out, r)``.
 
     Raises:
         ModelError: The folder does not contain a LoRA adapter in peft's format.

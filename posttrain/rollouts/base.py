@@ -35,8 +35,8 @@ class Capabilities:
         main_process_only: Whether only the main process calls the engine. It then sends the requests of all processes and
             pushes the weights.
         has_logprobs: Whether the log-probs come from a model. `ScriptedEngine` returns placeholders instead.
-        logprobs_match_training: Whether the log-probs equal those of the training forward pass up to 1e-4 nats. This
-            requires float32 in engine and trainer.
+        logprobs_match_training: Whether the engine's log-probs equal the log-probs of the training forward pass up to 1e-4
+            nats. This requires float32 in engine and trainer.
         scores_sequences: Whether the engine supports `RolloutEngine.score`, which returns the log-probs of given sequences.
         prefix_cache: Whether `RolloutEngine.prefix_cache` keeps the KV cache between calls.
         sleeps: Whether `RolloutEngine.sleep` releases device memory until the next push or call.
@@ -44,12 +44,13 @@ class Capabilities:
             names.
         pictures: Whether prompts may contain images (`Request.pictures`).
         unsupported: Fields of `Sampling` that the engine does not support. Values other than the default are rejected.
-        per_request_sampling: Whether a request may have its own `Sampling`, different from the call's `Sampling`.
+        per_request_sampling: Whether the `Sampling` of a request may differ from the call's `Sampling`.
         context: Maximum number of tokens of prompt and completion. None: the model's context length.
         dtype: Dtype of the engine's copy of the weights. None: the dtype is unknown, or there is no copy.
         adapter_rank: Maximum rank of a LoRA adapter that can be pushed without merging
             (`posttrain.rollouts.adapters.AdapterWeights`). None: adapters are merged before weights are pushed.
-        adapter_layers: Last name components of the layers for which adapters are supported. Empty: all linear layers.
+        adapter_layers: Names of the layers for which adapters are supported. A name is the last component of the module's
+            path, e.g. ``q_proj``. Empty: all linear layers.
     """
 
     in_process: bool = False
@@ -82,8 +83,8 @@ class RolloutEngine(abc.ABC):
         capabilities: Properties of the engine. They are a class attribute, or a property if they depend on the model or on
             servers.
         version: Version of the weights that were loaded last.
-        tokenizer: Tokenizer for stop strings and structured outputs. If the engine has no tokenizer, the trainer sets the
-            policy's.
+        tokenizer: Tokenizer for stop strings and structured outputs. If the engine has no tokenizer, the trainer sets this
+            attribute to the policy's tokenizer.
         folder: Folder to which the engine may write the prompts of a failed call. None: they are not written.
     """
 
@@ -95,8 +96,8 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Sample the completions of all requests. The result lists all completions of the first request, then those of the
-        second request, and so on.
+        """Sample the completions of all requests. The result is a list with all completions of the first request, then all
+        completions of the second request, and so on.
         """
 
     @abc.abstractmethod
@@ -137,8 +138,8 @@ class RolloutEngine(abc.ABC):
         return []
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Return the log-probs of the tokens after each prompt. The result has one entry per copy of the weights (for
-        example, per server). Each entry has one list per sequence.
+        """Return the log-probs of the tokens after each prompt. The result has one item per copy of the weights (for
+        example, per server). Each item has one list of log-probs per sequence.
         """
         raise NotImplementedError(f"the engine {self.name!r} cannot score given sequences.")
 
@@ -148,7 +149,7 @@ def require_engine(engine: object, argument: str = "rollout_engine") -> RolloutE
 
     Args:
         engine: Object that was passed as the engine.
-        argument: Name of the argument, for the error message.
+        argument: Name of the argument, used in the error message.
 
     Raises:
         ConfigError: The object is not an instance of a subclass of `RolloutEngine`. Objects that only have the same methods
@@ -203,9 +204,9 @@ def check_followed(
     Args:
         requests: Requests of the call.
         sampling: Sampling settings of the call.
-        engine: Name of the engine, for the error message.
+        engine: Name of the engine, used in the error message.
         unknown: Fields of `Sampling` that the engine does not support. Only their defaults are accepted.
-        own: Fields of `Sampling` in which a request's settings may differ from the call's settings.
+        own: Fields of `Sampling` whose values may differ between a request and the call.
         fix: Advice for the error message.
 
     Raises:
@@ -266,8 +267,8 @@ class ScriptedEngine(RolloutEngine):
         return line
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Return the next scripted completions. Each of them is truncated after its first stop token and at
-        ``max_new_tokens``.
+        """Return the next scripted completions. Each completion is truncated after its first stop token and at
+        ``max_new_tokens`` tokens.
         """
         rollouts = []
         for request in requests:
@@ -302,7 +303,8 @@ class WeightTransferProtocol(Protocol):
 
 
 class WeightTransfer:
-    """Additional methods of a weight transfer, which report its state. The defaults are for a transfer without servers.
+    """Additional methods that report the state of a weight transfer. Their default results are those of a transfer without
+    servers.
 
     Attributes:
         version: Version of the weights that were sent last.
@@ -314,7 +316,7 @@ class WeightTransfer:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities that all engines with these weights have in common."""
+        """Capabilities of the engines that receive these weights. Each capability holds for all of these engines."""
         return Capabilities()
 
     @property

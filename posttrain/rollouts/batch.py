@@ -1,4 +1,4 @@
-"""`RolloutBatch`: completions of one engine call, with rewards and advantages. `RolloutWindow` splits them into
+"""`RolloutBatch`: completions of one engine call, with rewards and advantages. `RolloutWindow` splits the completions into
 micro-batches, and `balance_rows` balances them over ranks.
 """
 
@@ -33,7 +33,7 @@ SUFFIX_TOKENS = 32
 def decoded(
     tokenizer: Tokenizer, rollouts: Sequence[Rollout], *, conversational: bool
 ) -> tuple[list[Rollout], list[Any]]:
-    """Decode completions to text. In conversations, also parse them as messages.
+    """Decode completions to text. If prompts are conversations, parse the completions as messages too.
 
     Args:
         tokenizer: Tokenizer that decodes the ids. Its response template, if it has one, defines how messages are parsed.
@@ -51,7 +51,7 @@ def decoded(
 
 
 def prompt_suffixes(tokenizer: Tokenizer, rollouts: Sequence[Rollout]) -> list[str]:
-    """Decode the last tokens of each prompt, for format rewards."""
+    """Decode the last tokens of each prompt. Format rewards need this text."""
     return tokenizer.batch_decode([rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in rollouts])
 
 
@@ -96,7 +96,7 @@ class RolloutBatch:
         born: Optimizer step at which the completions were sampled.
         environments: Environment of each completion. None: there are no environments.
         extra: Additional columns for reward functions. Each column has one value per completion.
-        left_out: Indices of the completions that are excluded from the loss.
+        left_out: Indices of completions that are excluded from the loss.
         failure_reward: Reward of failed harness episodes (``extra["harness_error"]``). None: failed episodes have no reward.
         mode: ``train`` or ``eval``.
         group_size: Number of completions per prompt.
@@ -116,7 +116,7 @@ class RolloutBatch:
     group_size: int = 1
 
     def worth(self, found: Advantages) -> RolloutBatch:
-        """Return a copy with the advantages in ``found``, and with all other columns that the objective needs."""
+        """Return a copy of the batch with the advantages in ``found`` and with all other columns that the objective needs."""
         columns, rollouts = dict(found.columns), self.rollouts
         if found.values.dim() == 1:
             columns["advantages"] = found.values[found.start : found.start + len(rollouts)].tolist()
@@ -147,7 +147,7 @@ class RolloutBatch:
         return rollout.tool_mask or [1] * len(rollout.token_ids)
 
     def _is_untrained(self, index: int, skip_truncated: bool) -> bool:
-        """Return whether all tokens of a completion are excluded from the loss. The mask itself is not built."""
+        """Return whether all tokens of a completion are excluded from the loss. The function does not create the loss mask."""
         rollout = self.rollouts[index]
         silent = bool(rollout.tool_mask) and not any(rollout.tool_mask or ())
         return silent or self._is_cut(index, rollout, skip_truncated)
@@ -182,7 +182,7 @@ class RolloutBatch:
         return columns | self.extra
 
     def shown(self) -> dict[str, list[float]]:
-        """Return the columns of the completions table, under the names in this table."""
+        """Return the columns of the completions table by their names in the table."""
         return {name.removesuffix("s"): column for name, column in self.columns.items()}
 
     def groups(self) -> list[list[int]]:
@@ -201,8 +201,8 @@ class RolloutBatch:
         Args:
             indices: Indices of completions.
             skip_truncated: Whether truncated completions are excluded from the loss.
-            trained_only: Whether to remove the tokens of sequences that are excluded from the loss. A sequence without
-                tokens is still counted, but the model does not compute it.
+            trained_only: Whether to remove all tokens of a sequence that is excluded from the loss. Such a sequence is still
+                counted, but the model does not compute it.
         """
         rows: list[Row] = []
         before: Any = None
@@ -280,7 +280,7 @@ def row_again(state: Mapping[str, Any]) -> Row:
 
 
 class RolloutWindow:
-    """Current rollout batch, split into micro-batches (slices), and the run's position in it.
+    """Current rollout batch, split into micro-batches (slices), and the index of the next slice.
 
     Attributes:
         slices: Rows of each micro-batch. None: nothing has been generated yet.
@@ -301,7 +301,7 @@ class RolloutWindow:
     @property
     def used_up(self) -> bool:
         """Whether all slices were used ``passes`` times. If so, a new rollout batch must be generated."""
-        # Compute this value at each access, because an automatic batch size changes the number of slices.
+        # Compute this property at each access, because an automatic batch size changes the number of slices.
         return self.slices is None or self.step % (len(self.slices) * self.passes) == 0
 
     def fill(self, slices: Sequence[list[Row]], born: int) -> None:
@@ -333,7 +333,7 @@ class RolloutWindow:
 
         Args:
             state: State of one process.
-            before: Number of processes of the run that wrote the checkpoint.
+            before: Number of processes in the run that wrote the checkpoint.
             now: Number of processes of this run.
 
         Raises:
@@ -351,10 +351,11 @@ class RolloutWindow:
         self.slices = None if saved is None else [[row_again(row) for row in rows] for rows in saved]
 
 
-# Rows are exchanged between ranks only if this reduces the token count of the busiest rank to at most this fraction.
+# Maximum ratio of the busiest rank's token counts after and before an exchange. If the ratio would be higher, no rows are
+# exchanged between ranks.
 LOAD_WORTH_MOVING = 0.9
 
-# Cost of a row: number of tokens of its prompt, and number of tokens of each of its completions.
+# Cost of a row. It consists of the number of tokens of the prompt, and a list with the number of tokens of each completion.
 Cost = tuple[int, list[int]]
 # Location of a completion: rank, index of the row in the rank's slice, and index of the completion in the row.
 Place = tuple[int, int, int]
@@ -366,15 +367,15 @@ def load(rows: Sequence[Cost]) -> int:
 
 
 def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
-    """Assign each completion to a rank, ``{(rank, row, completion): rank}``. Return None if an exchange would not save
-    enough time.
+    """Assign each completion to a rank, as a dict ``{(rank, row, completion): rank}``. Return None if an exchange would not
+    save enough time.
 
     Completions are assigned in descending order of length, each to the rank with the fewest tokens so far. If a rank does
     not have the prompt of a completion, the tokens of the prompt are added to the cost. Completions of a group therefore
     stay on one rank as long as this is cheaper.
 
     Args:
-        costs: Costs of each row, by rank.
+        costs: One list per rank with the cost of each row.
 
     >>> deal([[(2, [10, 10])], [(2, [1, 1])]])
     {(0, 0, 0): 0, (0, 0, 1): 1, (1, 0, 0): 1, (1, 0, 1): 0}
@@ -386,7 +387,7 @@ def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
     if len(items) < len(costs):
         return None  # Exchange nothing, because some rank would have no completion.
     loads = [0] * len(costs)
-    # Entries (rank, row owner, row). An entry means that the rank already has the prompt of the row.
+    # Set of triples (rank, row owner, row). A triple means that the rank already has the prompt of the row.
     holds: set[tuple[int, int, int]] = set()
     targets: dict[Place, int] = {}
     for size, home, row, completion in sorted(items):
@@ -429,8 +430,8 @@ def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[lis
         accelerator: Accelerator of the run.
 
     Returns:
-        The new slices, and metrics of each slice before and after the exchange. A metric is the maximum number of tokens of
-        a rank, divided by the mean over ranks.
+        The new slices, and metrics of each slice before and after the exchange. A metric is the number of tokens of the
+        busiest rank, divided by the mean number of tokens of all ranks.
     """
     mine: list[list[Cost]] = [[(len(r.prompt_ids), [len(ids) for ids in r.completions]) for r in s] for s in slices]
     costs = parallel.all_gather_objects([mine], accelerator)
@@ -440,7 +441,7 @@ def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[lis
         plans = [None] * len(slices)
     rank = accelerator.process_index
     parcels: list[Any] = _parcels(slices, plans, rank, accelerator.num_processes)
-    # All ranks compute the same plans, so they all take part in the exchange or none does.
+    # All ranks compute the same plans. Therefore, either all ranks take part in the exchange, or no rank does.
     if any(plan is not None for plan in plans):
         parcels = parallel.exchange_objects(parcels, accelerator)
     result = [
@@ -451,7 +452,7 @@ def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[lis
 
 
 def _counted_alike(rows: list[Row]) -> list[Row]:
-    """Add the column of sequence weights (`Batch.shares`) to all rows if any row has it."""
+    """Add the column of sequence weights (`Batch.shares`) to all rows if at least one row has this column."""
     if any("share" in row.sequence_columns for row in rows):
         for row in rows:
             row.sequence_columns.setdefault("share", [1.0] * len(row.completions))
@@ -461,7 +462,9 @@ def _counted_alike(rows: list[Row]) -> list[Row]:
 def _parcels(
     slices: list[list[Row]], plans: list[dict[Place, int] | None], rank: int, ranks: int
 ) -> list[list[tuple[int, Row]]]:
-    """Split this rank's rows by the rank that receives them. Return one list of pairs ``(slice, part of a row)`` per rank."""
+    """Split this rank's rows by the rank that receives them. Return one list per rank. Its items are pairs of a slice index
+    and a row with the completions for that rank.
+    """
     parcels: list[list[tuple[int, Row]]] = [[] for _ in range(ranks)]
     for rows, plan, number in zip(slices, plans, range(len(slices)), strict=True):
         if plan is None:
@@ -476,8 +479,8 @@ def _parcels(
 def _busiest(
     costs: list[list[list[Cost]]], slices: list[list[Row]], accelerator: Accelerator
 ) -> list[dict[str, Metric]]:
-    """Compute metrics of each slice before and after the exchange. A metric is the maximum number of tokens of a rank,
-    divided by the mean over ranks.
+    """Compute metrics of each slice before and after the exchange. A metric is the number of tokens of the busiest rank,
+    divided by the mean number of tokens of all ranks.
     """
     sizes = [sum(len(r.prompt_ids) + sum(map(len, r.completions)) for r in rows) for rows in slices]
     after = parallel.all_gather_objects([sizes], accelerator)

@@ -1,4 +1,5 @@
-"""`ENGINES`: rollout engines by name, with the functions that create them and that check whether they support a model.
+"""`ENGINES`: rollout engines by name. Each engine has a function that creates it and a function that checks whether it
+supports a model.
 
 Other packages can register engines under the entry point group ``posttrain.engines`` (see `docs/extend.md`).
 
@@ -87,8 +88,8 @@ class EngineSpec:
         refuses: Function of a model. It returns None if the engine samples from exactly this model's distribution.
             Otherwise, it returns the reason why the engine does not.
         vllm_mode: Value of the option ``vllm_mode`` that selects this engine together with ``use_vllm=True``.
-        exact: Whether the engine computes log-probs with unrounded weights. If not, the loss must correct for the
-            difference.
+        exact: Whether the engine computes log-probs with unrounded weights. If not, the loss must correct for the difference
+            to the trainer's log-probs.
         in_workers: Whether rollout workers can use the engine. If ``make`` is also set, the rollout server can also use it.
     """
 
@@ -128,11 +129,11 @@ def choose_engine(model: nn.Module, refused: Mapping[str, str] | None = None) ->
     On a GPU, the order is: vLLM in the trainer's process, the native engine, transformers' continuous batching,
     transformers' ``generate``. On a CPU, it is: the native engine, transformers' ``generate``.
 
-    An engine is skipped if it does not compute the model exactly, or if ``refused`` contains it.
+    An engine is skipped if its results for this model are not exact, or if ``refused`` contains its name.
 
     Args:
         model: Causal language model to sample from.
-        refused: Reason for each engine that the caller cannot use, by the engine's name.
+        refused: Engines that the caller cannot use. The key is the engine's name, and the value is the reason.
 
     Returns:
         ``vllm``, ``paged``, ``native`` or ``hf``.
@@ -156,8 +157,8 @@ def create_engine(
     """Create an engine that samples from the weights of ``model`` without copying them.
 
     Args:
-        name: One of `IN_PROCESS`, or ``auto``. Here, ``auto`` selects ``native`` or ``hf``. `choose_engine` describes the
-            selection of trainers on a GPU.
+        name: One of `IN_PROCESS`, or ``auto``. In this function, ``auto`` selects ``native`` or ``hf``. In a trainer on a
+            GPU, `choose_engine` selects the engine.
         model: A causal language model.
         pad_token_id: Pad token of the tokenizer.
         folder: Folder to which the engine may write the prompts of a failed call. None: they are not written.
@@ -206,7 +207,7 @@ def complete(
         engine: ``native``, ``hf`` or ``auto``.
 
     Returns:
-        ``n`` texts per prompt, in order, without special tokens.
+        List with ``n`` texts per prompt, in the order of the prompts. The texts contain no special tokens.
 
     Raises:
         ConfigError: ``n`` is above 1 and ``temperature`` is 0, so all texts of a prompt would be identical.

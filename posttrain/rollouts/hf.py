@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def without_own_settings(model: nn.Module) -> Iterator[None]:
-    """Replace the model's generation config with an empty one inside the context.
+    """Replace the model's generation config with an empty generation config inside the context.
 
     If an argument is None, transformers uses the value in the checkpoint's generation config. Bans, biases and forced tokens
     of the checkpoint would then change the sampled distribution.
@@ -47,8 +47,8 @@ def without_own_settings(model: nn.Module) -> Iterator[None]:
 
 
 class _Shape(LogitsProcessor):
-    """Logits processor that applies temperature, penalty, rules and truncation as other engines do. It also stores
-    log-probs.
+    """Logits processor that applies temperature, penalty, rules and truncation in the same way as other engines do, and
+    stores log-probs.
 
     Log-probs are stored before and after these changes. The token of step t is known only in step t + 1, so its log-prob is
     selected in step t + 1. The repetition penalty ignores padding before the prompt. transformers' own penalty would include
@@ -94,7 +94,7 @@ class _Shape(LogitsProcessor):
 
 
 class _Strings(StoppingCriteria):
-    """Stops a row after a token that completes a stop string."""
+    """Stopping criterion that ends a row after a token that completes a stop string."""
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer, width: int) -> None:
         self.sampling, self.tokenizer, self.width = sampling, tokenizer, width
@@ -105,7 +105,7 @@ class _Strings(StoppingCriteria):
 
 
 class _Interrupted(StoppingCriteria):
-    """Stops all rows after `interrupt` was called."""
+    """Stopping criterion that ends all rows after `interrupt` was called."""
 
     def __init__(self, interrupted: threading.Event) -> None:
         self.interrupted = interrupted

@@ -28,7 +28,7 @@ from posttrain.types import Request, Rollout, Sampling
 
 # Maximum fraction of a GPU's free memory that the KV cache may use. The remaining memory is left for training.
 MEMORY_SHARE = 0.5
-# Number of tokens per page of the KV cache, on a CPU and on a GPU. GPU kernels support only transformers' default.
+# Two numbers of tokens per page of the KV cache, for a CPU and for a GPU. GPU kernels support only transformers' default.
 PAGE, GPU_PAGE = 32, 256
 # Maximum number of tokens per forward pass (transformers' default). Memory for masks and logits is allocated for this
 # number.
@@ -47,7 +47,7 @@ def _fields() -> set[str]:
 
 
 def page_field() -> str:
-    """Return the name of the page-size field in the installed version of ``ContinuousBatchingConfig``."""
+    """Return the name of the field for the page size in the installed version of ``ContinuousBatchingConfig``."""
     return "page_size" if "page_size" in _fields() else "block_size"
 
 
@@ -63,7 +63,7 @@ def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def paged_refusal(model: nn.Module) -> str | None:
-    """Return the reason why transformers' continuous batching cannot sample from this model, or None if it can."""
+    """Return the reason why transformers' continuous batching cannot sample from this model. Return None if it can."""
     try:
         refuse_virtual_tokens(model, "rollout_engine='paged'")
         refuse_pictures(model, "rollout_engine='paged'")
@@ -201,7 +201,7 @@ class PagedEngine(RolloutEngine):
         ended = bool(tokens) and tokens[-1] in sampling.stop_token_ids
         cut = sampling.temperature > 0 and bool(sampling.truncation)
         # With truncation, transformers returns log-probs under the truncated distribution. They cannot be compared with the
-        # trainer's.
+        # trainer's log-probs.
         return Rollout(
             prompt, tokens, [] if cut else logps, "stop" if ended else "length", self.version,
             processed_logp=logps if cut else None,

@@ -1,4 +1,4 @@
-"""Functions that create sampling settings: from ``generation_kwargs``, from structured outputs, or from a trainer's config."""
+"""Functions that create sampling settings from ``generation_kwargs``, from structured outputs, or from a trainer's config."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ GUIDES = ("regex", "json", "grammar", "choice")
 
 
 def reshapes(sampling: Sampling) -> bool:
-    """Return whether penalties, structured outputs or rules change the sampled distribution. Temperature and truncation are
-    ignored.
+    """Return whether the settings contain penalties, structured outputs or rules that change the sampled distribution.
+    Temperature and truncation are ignored.
     """
     return sampling.repetition_penalty != 1.0 or sampling.guide is not None or has_rules(sampling)
 
@@ -152,7 +152,7 @@ SEEDS = 2**62
 
 
 def derived_seed(seed: int | None, index: int) -> int | None:
-    """Return the seed of request ``index`` in a call with ``seed``. It is the same on every server.
+    """Return the seed of request ``index`` in a call with ``seed``. Every server computes the same seed.
 
     Multiplier and increment are those of Knuth's MMIX generator, so the seeds of consecutive requests are far apart. If a
     request has several completions, engines add 1, 2, ... to its seed.

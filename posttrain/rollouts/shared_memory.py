@@ -90,8 +90,8 @@ def shared_path(path: str) -> Path:
         raise ConfigError(
             f"path={path!r} is not a regular file {root}/posttrain-*/*.safetensors. Only such files are read."
         )
-    # Accept files of root, because root can replace any file. Accept a private folder, because no other account can write to
-    # it.
+    # Accept files that root owns, because root can replace any file. Accept a private folder, because no other account can
+    # write to it.
     folder = root / file.relative_to(root).parts[0]
     owners = {file.stat().st_uid, folder.stat().st_uid} - {os.geteuid(), 0}
     if owners or folder.stat().st_mode & 0o022:
@@ -141,7 +141,8 @@ def remove_orphans(root: Path | None = None) -> None:
 
 
 class SharedFolder:
-    """Folder in shared memory that this process owns. It is removed when the last reference to this object is deleted.
+    """Folder in shared memory that this process owns. The folder is removed when the last reference to this object is
+    deleted.
 
     If the process is killed, another process removes the folder later (`remove_orphans`).
     """
@@ -149,8 +150,8 @@ class SharedFolder:
     def __init__(self) -> None:
         remove_orphans()
         lock = None
-        # Try again if another process removed the folder before it was locked. An unlocked folder looks like that of an
-        # ended process.
+        # Try again if another process removed the folder before it was locked. An unlocked folder looks like the folder of a
+        # process that has ended.
         while lock is None:
             self.path = Path(tempfile.mkdtemp(prefix=f"posttrain-{os.getpid()}-", dir=shared_root()))
             lock = hold(self.path)

@@ -46,7 +46,8 @@ def clean_name(name: str) -> str:
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
-    """Yield the name of each weight in the base model's checkpoint, and a function that computes the weight.
+    """Yield one pair for each weight in the base model's checkpoint: the weight's name and a function that computes the
+    weight.
 
     The function returns the weight itself. If active adapters change the weight, the function returns a new tensor with the
     adapters merged (``W + scale B A`` for LoRA). Weights that bitsandbytes has quantized are dequantized. Tied weights are
@@ -84,8 +85,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
-    """Yield each weight's name, a function that computes the weight, and the identities of the tensors that it is computed
-    from. A layer with an adapter is handled as a whole, and its submodules are not visited.
+    """Yield the name of each weight, a function that computes the weight, and the identities of the tensors from which the
+    weight is computed. The submodules of a layer with an adapter are not visited separately.
     """
     special = _adapted(module, prefix)
     if special is not None:
@@ -97,7 +98,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozens
 
 
 def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
-    """Yield the same items as `_walk` for the submodules of a module, but not for its own parameters."""
+    """Yield the items of `_walk` for the submodules of a module, without the module's own parameters."""
     hidden = module._non_persistent_buffers_set
     for name, buffer in module.named_buffers(recurse=False):
         if name not in hidden:
@@ -216,7 +217,7 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
 
 
 def _merged_dequantized(layer: Any, base: Any, name: str) -> Tensor:
-    """Return a weight of a quantized base layer with the active adapters merged by peft.
+    """Return a dequantized weight of a quantized base layer, into which peft has merged the active adapters.
 
     peft's layers for quantized weights quantize the merged weight again. Therefore, the adapters are merged in a copy of the
     layer with a dequantized base layer. The sum is computed in float32 and rounded once.
@@ -266,14 +267,17 @@ def check_mergeable(model: nn.Module) -> None:
 
 
 def plain_lora(layer: nn.Module) -> bool:
-    """Return whether a layer's active adapters only add ``scale B A``, where A and B are linear layers (no DoRA, no bias)."""
+    """Return whether each active adapter of a layer adds only a product ``scale B A``. A and B are linear layers without
+    bias, and the adapter does not use DoRA.
+    """
     if (
         not isinstance(layer, LoraLayer)
         or not isinstance(layer.lora_A, nn.ModuleDict)
         or isinstance(layer, ParamWrapper)
     ):
         return False
-    # Exclude variants that do more than add a product, such as DoRA. Some packed layers do not list their variants.
+    # Exclude LoRA variants such as DoRA, which change the weight by more than a product ``B A``. Check ``use_dora`` too,
+    # because some layers with packed weights do not list DoRA in ``lora_variant``.
     more = (
         layer.use_dora.get(n) or n in layer.lora_variant or layer.lora_bias.get(n) or n in layer.lora_embedding_A
         for n in layer.active_adapters
@@ -292,7 +296,7 @@ def _plus_delta(layer: Any, base: Any, name: str) -> Tensor:
 
 
 def _delta(layer: Any, name: str) -> Tensor:
-    """Return ``scale B A`` in float32. peft's own method would round it to the adapter's dtype."""
+    """Return ``scale B A`` in float32. peft's own method would round the result to the adapter's dtype."""
     a, b = layer.lora_A[name], layer.lora_B[name]
     if type(a) is not nn.Linear or type(b) is not nn.Linear or isinstance(layer, ParamWrapper):
         return layer.get_delta_weight(name)
@@ -316,8 +320,8 @@ class SharedWeights:
             folder.
 
     Attributes:
-        probe: Token sequences. Workers compute their log-probs with the next version, and the trainer compares these
-            log-probs with its own. None: no comparison.
+        probe: Token sequences whose log-probs workers compute with the next version. The trainer compares these log-probs
+            with its own log-probs. None: log-probs are not compared.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -368,7 +372,7 @@ class SharedWeights:
         """Do nothing, because nothing was paused."""
 
     def destroy(self) -> None:
-        """Remove the files of the weights. Also remove their folder if this object created it."""
+        """Remove the files of the weights. If this object created the folder of the files, remove the folder too."""
         if self._own is not None:
             self._own.close()
         elif self.folder.name:
@@ -376,7 +380,7 @@ class SharedWeights:
 
 
 def remove_weights(folder: Path) -> None:
-    """Remove the files with shared weights. Also remove their folder, unless a user chose it."""
+    """Remove the files with shared weights. Remove their folder too, unless a user chose it."""
     if folder.name.startswith("posttrain-"):
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -419,7 +423,7 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
 
 @torch.no_grad()
 def copy_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy weights into a model. Their names must be exactly the names of the model's parameters.
+    """Copy weights into a model. The names of the weights must be exactly the names of the model's parameters.
 
     Raises:
         ModelError: Names or shapes differ, so the weights belong to a model with another architecture.
@@ -454,12 +458,12 @@ class Weights:
     Args:
         model: The trainer's model, with or without wrappers and adapters.
         dtype: Dtype to which floating-point tensors are cast. None: tensors are not cast.
-        checkpoint_names: Whether to use the names and the layout that ``save_pretrained`` writes. They differ from those of
-            the model's parameters for some models, for example those with experts.
+        checkpoint_names: Whether to use the names and the layout that ``save_pretrained`` writes. For some models, e.g.
+            models with experts, they differ from the names and the layout of the model's parameters.
         adapters: Whether active adapters are merged into the weights. False: the weights are those of the base model.
 
     Attributes:
-        names: Names of all weights. They are known without computing the weights.
+        names: Names of all weights. They are available before weights are computed.
         nbytes: Number of bytes of the tensors that the last iteration yielded.
 
     Raises:
@@ -507,8 +511,8 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
 
     Weights that bitsandbytes has quantized are saved as dequantized weights, without ``quantization_config``.
 
-    An error is raised if an adapter changes only one of two tied matrices. The saved model would differ from the model with
-    the adapter. peft's ``merge_and_unload`` does not check this.
+    An error is raised if an adapter changes only one of two tied matrices, because the saved model would then differ from
+    the model with the adapter. peft's ``merge_and_unload`` has no such check.
 
     Args:
         model: A peft model, or any transformers model.

@@ -43,7 +43,7 @@ class BCOTrainer(PreferenceTrainer):
 
     delta is the running mean of all rewards so far, including the current optimizer step. Checkpoints contain delta.
     Evaluation uses delta without changing it. If an optimizer step has only one forward pass, this pass updates delta from
-    its rewards. A step has several passes with gradient accumulation, or if rows do not fit into one pass. In this case,
+    its rewards. With gradient accumulation, or if rows do not fit into one pass, a step has several passes. In this case,
     additional passes without gradients first compute all rewards of the step. Gradient accumulation therefore changes
     neither delta nor the gradient.
 
@@ -56,7 +56,7 @@ class BCOTrainer(PreferenceTrainer):
         args: Training arguments. If None, the defaults are used, with an ``output_dir`` named after the model.
         embedding_func: Function ``f(input_ids, attention_mask)`` that computes embeddings of tokenized prompts. The
             embeddings determine the weights of bad answers.
-        embedding_tokenizer: Tokenizer for ``embedding_func``. Set both arguments or neither.
+        embedding_tokenizer: Tokenizer for ``embedding_func``. Pass either both of these arguments or none of them.
         data_collator: Function that builds batches from prepared rows. If None, the trainer builds batches itself.
         train_dataset: Dataset with ``prompt``, ``completion`` and ``label`` (True for a good answer), or with pairs.
         eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
@@ -162,8 +162,7 @@ class BCOTrainer(PreferenceTrainer):
 def with_delta(
     run: Run, inputs: list[Any], micro_batches: list[list[Batch]], mode: str, *, prepare: Prepare
 ) -> list[list[Batch]]:
-    """Return micro-batches with the reference's log-probs. In training, also update delta with the rewards of the whole
-    step.
+    """Return micro-batches with the reference's log-probs. In training, the rewards of the whole step update delta.
 
     Args:
         run: Run of `BCO`.
@@ -182,8 +181,8 @@ def with_delta(
 
 
 def move_in_passes_of_its_own(run: Run, micro_batches: list[list[Batch]]) -> None:
-    """Update delta in additional passes without gradients. Do so if the single forward pass that would update delta is
-    split.
+    """Update delta in additional passes without gradients. This is necessary if the single forward pass that would update
+    delta is split.
     """
     if run.progress.own.moves_in_pass:
         move_delta(run, micro_batches)

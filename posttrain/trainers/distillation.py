@@ -90,7 +90,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of tokens per forward pass that are stored in the column worst_tokens of the completions table.
+# Number of tokens with the largest divergence per forward pass that are stored in the column worst_tokens of the completions
+# table.
 WORST = 5
 
 
@@ -188,11 +189,12 @@ class DistillationTrainer(OnlineTrainer):
             raise ConfigError(
                 "formatting_func is not supported. Fix: use dataset.map to create the columns prompt and completion."
             )
-        # Additional data that the teacher needs for each completion, as a JSON value, by mode and number of the completion.
+        # Additional data that the teacher needs for each completion, as JSON values. The keys are the mode and the number of
+        # the completion.
         self.kept: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
         self.score_files: dict[str, ScoreFile] = {}
         self.columns: int | None = None
-        # Tokens with the largest divergence, as pairs: number of the completion, and text.
+        # Tokens with the largest divergence, as pairs of the completion's number and a text.
         self._worst: list[tuple[float, str]] = []
         self._row_of: dict[float, dict[str, Any]] = {}
         # Processor of the teacher's images. None: the teacher reads the student's token ids.
@@ -242,14 +244,16 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def may_read_images(self) -> bool:
-        """Whether prompts may contain images. They may if the student supports images."""
+        """Whether prompts may contain images. True if the student supports images."""
         return self.vision.images
 
     # Teachers ----------------------------------------------------------------------------------------------------
 
     @property
     def teacher(self) -> ModelTeacher:
-        """The single teacher in this process. Reading this property raises an error if there is no teacher or several."""
+        """The single teacher in this process. Reading this property raises an error if there is no teacher or if there are
+        several teachers.
+        """
         (one,) = self.teachers.values()
         return one
 
@@ -297,7 +301,9 @@ class DistillationTrainer(OnlineTrainer):
             )
 
     def _score_on_servers(self, servers: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-        """Connect to the teacher servers, send each of them a test request, and compare its tokenizer with the student's."""
+        """Connect to the teacher servers, send each of them a test request, and compare the server's tokenizer with the
+        student's tokenizer.
+        """
         args, named = self.args, by_name(self.args.teacher_model_name_or_path)
         probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
         trust = {"trust_remote_code": args.trust_remote_code, "revision": args.teacher_model_revision}
@@ -452,21 +458,21 @@ class DistillationTrainer(OnlineTrainer):
         return match
 
     def _choose_layout(self, model: nn.Module) -> Layout:
-        """Choose the layout as in the parent class, but with one batch row per forward pass, because the teacher also needs
-        memory.
+        """Choose the layout as in the parent class, but with one batch row per forward pass, because the teacher needs
+        memory too.
         """
         return replace(super()._choose_layout(model), pass_tokens=0)
 
     # Data --------------------------------------------------------------------------------------------------------
 
     def make_prompt_source(self) -> PromptSource:
-        """Create the prompt source. It keeps all columns, because answers and privileged context are needed later."""
+        """Create the prompt source. The source keeps all columns, because answers and privileged context are needed later."""
         source = super().make_prompt_source()
         source.drops_columns = False
         return source
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Prepare prompts as in other online trainers. Also tokenize the answers if the config uses them."""
+        """Prepare prompts as in other online trainers. If the config uses the dataset's answers, tokenize them."""
         train = self.prepare(train, "train_dataset", training=True)
         return super().prepare_datasets(train, None if evaluation is None else self.prepare_evaluation(evaluation))
 
@@ -531,7 +537,7 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def prompt_limit(self) -> int | None:
-        """Maximum number of tokens of a prompt. The maximum for sampling is that of dataset rows."""
+        """Maximum number of tokens of a prompt. The maximum for sampled completions equals the maximum for dataset rows."""
         args = self.args
         room = None if args.max_length is None else max(args.max_length - args.max_completion_length, 1)
         return min((most for most in (args.max_prompt_length, room) if most is not None), default=None)
@@ -601,7 +607,7 @@ class DistillationTrainer(OnlineTrainer):
         prompts = self.prompt_source.token_ids(examples)
         requests = [Request(prompt, pictures=Prompt.pictures_of(prompt)) for prompt in prompts]
         rollouts = self._teacher_engine.generate(requests, settings.sampling)
-        # Remove the log-probs, because they are the teacher's, not the student's.
+        # Remove the log-probs, because they are log-probs of the teacher and not of the student.
         return [replace(r, logp=[], pictures=request.pictures) for r, request in zip(rollouts, requests, strict=True)]
 
     # One generation ----------------------------------------------------------------------------------------------
@@ -616,7 +622,7 @@ class DistillationTrainer(OnlineTrainer):
         return self.can_dry_run
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
-        """Compute advantages as in other online trainers. Also store the additional data that the teacher needs."""
+        """Compute advantages as in other online trainers, and store the additional data that the teacher needs."""
         found = super().advantages(rollouts, rewards, logps)
         if len(self._sampled) == len(rollouts.rollouts):
             found = replace(found, columns={"on_policy": [float(by_student) for by_student in self._sampled]})
@@ -668,8 +674,8 @@ class DistillationTrainer(OnlineTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the additional data that the teacher needs for each completion, as JSON values. It is a row number in a
-        score file, the scores of a server, or a prompt for the teacher.
+        """Return the additional data that the teacher needs for each completion, as JSON values. The data is a row number in
+        a score file, the scores from a server, or a prompt for the teacher.
 
         Returns:
             One value per completion, and ``found`` with columns that the loss needs.
@@ -686,8 +692,8 @@ class DistillationTrainer(OnlineTrainer):
     def teacher_prompt(
         self, example: dict[str, Any], template: str, shown: Mapping[str, str], most: int | None
     ) -> list[int]:
-        """Fill ``template`` with the prompt and the privileged texts, and tokenize the result. It leaves space for a
-        completion.
+        """Fill ``template`` with the prompt and the privileged texts, and tokenize the result. The length is limited, so
+        that a completion fits after the result.
         """
         room = None if self.context is None else self.context - self.args.max_completion_length
         most = min((limit for limit in (most, room) if limit is not None), default=None)
@@ -759,8 +765,8 @@ class DistillationTrainer(OnlineTrainer):
             )
 
     def comparison(self, batch: Batch) -> Any:
-        """Return the function with which the student's output layer compares its logits with the teacher's. Return None if
-        there is no teacher.
+        """Return the function with which the student's output layer compares its logits with the teacher's logits. Return
+        None if there is no teacher.
         """
         if self.axes.support == "none":
             return None
@@ -828,7 +834,7 @@ class DistillationTrainer(OnlineTrainer):
     # Checkpoints -------------------------------------------------------------------------------------------------
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the parent's state, and the additional data of completions that were not used for training yet."""
+        """Return the state of the parent class, and the additional data of completions that were not used for training yet."""
         return super().state_to_save() | {"kept": {} if self.window.used_up else self.kept["train"]}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def _active_dropout(model: nn.Module) -> str:
     """Describe the first module that adds random noise to the model during training, such as dropout. Return "" if there is
-    none.
+    no such module.
     """
     for name, module in model.named_modules():
         if hasattr(module, "pvera_lambda_d"):

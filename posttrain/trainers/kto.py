@@ -43,8 +43,8 @@ class KTOTrainer(PreferenceTrainer):
 
     The baseline z0 is the mean log-ratio of mismatched rows. A mismatched row consists of a prompt and the answer to another
     prompt of the batch. z0 is averaged over the optimizer step and all ranks, is at least 0 and has no gradient. The column
-    ``KL_completion_ids`` can set the mismatched answer of each row. ``precompute_ref_log_probs`` adds this column. It also
-    adds columns with the reference's log-probs of the answer and of the mismatched answer.
+    ``KL_completion_ids`` can set the mismatched answer of each row. ``precompute_ref_log_probs`` adds this column. It adds
+    two further columns, which contain the reference's log-probs of the answer and of the mismatched answer.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.
@@ -163,8 +163,8 @@ class KTOTrainer(PreferenceTrainer):
             done = done.add_column("KL_completion_ids", [None if p is None else answers[p] for p in chosen])
 
         def mismatched(examples: list[dict[str, Any]]) -> list[Batch]:
-            # The column needs a value even if a row has no mismatched answer. The value is then computed for the row's own
-            # answer, which the baseline excludes.
+            # The column needs a value even if a row has no mismatched answer. In this case, the value is computed for the
+            # answer of the row itself, and the baseline excludes it.
             ids = [example["KL_completion_ids"] or example["completion_ids"] for example in examples]
             return self._collate(self._mismatch(examples, ids))
 
@@ -191,7 +191,7 @@ def with_baseline(
     prepare: Prepare,
     refer: Callable[[Run, Batch], Batch],
 ) -> list[list[Batch]]:
-    """Return the judged micro-batches with the reference's log-probs. Before, compute the baseline, store it in
+    """Return the judged micro-batches with the reference's log-probs. In addition, compute the baseline, store it in
     `Progress.own`, and log it.
 
     Args:

@@ -42,16 +42,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Trainer methods that may read or change per-token log-probs of the reference model if a user overrides them.
+# Names of trainer methods. If a user overrides one of them, the override may read or change per-token log-probs of the
+# reference model.
 SEE_REFERENCE = (*PADDED_STEPS, "objective", "comparison", "with_reference")
-# Methods of the classes in `posttrain.methods` that may read or change per-token log-probs if a user overrides them.
+# Names of methods in the classes of `posttrain.methods`. If a user overrides one of them, the override may read or change
+# per-token log-probs.
 SUMS = {"sums", "reference_logp"}
 
 
 def check_given(model: Any, ref_model: Any, tokenizer: Tokenizer, quantization_config: Any = None) -> None:
     """Check constructor arguments before anything is loaded."""
     if quantization_config and not isinstance(model, str):
-        # A reference loaded by name would be quantized, but the policy that is already loaded would not be.
+        # A reference that is loaded by name would be quantized, but a policy that is already loaded is not.
         raise ConfigError(
             f"quantization_config cannot be applied to a {type(model).__name__} that is already loaded. Fix: quantize the "
             "model when you load it, or pass the model as a string."
@@ -159,8 +161,8 @@ class PreferenceTrainer(PostTrainer):
 
     @functools.cached_property
     def reference_sums(self) -> dict[str, ReferenceSums]:
-        """Caches of the reference's summed log-probs, by mode. The cache for training is exchanged between ranks and saved
-        in checkpoints.
+        """Caches of the reference's summed log-probs. The key is the mode. The cache for training is exchanged between ranks
+        and saved in checkpoints.
         """
         return {"train": ReferenceSums(self.run), "eval": ReferenceSums(self.run)}
 
@@ -171,7 +173,7 @@ class PreferenceTrainer(PostTrainer):
         return PairWatch(self.args, self.checks, self.processing_class, self.method.branches, **options)
 
     def check_data(self) -> None:
-        """Check the data. If a reward model is set, also compare its preferences with the labels."""
+        """Check the data. If a reward model is set, compare its preferences with the labels too."""
         super().check_data()
         self.pairs.agreement(self._raw, self.accelerator)
 
@@ -276,8 +278,8 @@ class PreferenceTrainer(PostTrainer):
         return partial(with_reference, own=self._own_reference) if own is None else lambda run, batch: own(batch)
 
     def _reads_sums(self) -> bool:
-        """Return whether summed log-probs of the reference are sufficient. They are if no user code may need the log-prob of
-        each token.
+        """Return whether summed log-probs of the reference are sufficient. This is the case if no code of the user may need
+        the log-prob of each token.
         """
         own = any(name in vars(self) or user_override(type(self), name) for name in SEE_REFERENCE)
         own |= type(self.method).__module__.split(".")[0] != "posttrain" or bool(SUMS & vars(self.method).keys())

@@ -41,8 +41,8 @@ class RewardTrainer(PostTrainer):
     """Trainer of reward models: sequence classifiers with one output, trained on preference pairs. The prompt of a pair is
     computed once.
 
-    The score is read at the last token of each answer. This token is found by position, so the pad token may equal the
-    eos token.
+    The score is read at the last token of each answer. This token is found by its position, so the pad token may be the same
+    as the eos token.
 
     Args:
         model: Model to train, as a path, Hub id, model object or peft model.

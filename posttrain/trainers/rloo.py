@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 class RLOOTrainer(OnlineTrainer):
-    """Trainer of RLOO: REINFORCE with a leave-one-out baseline. A completion's baseline is the mean reward of its prompt's
-    other completions.
+    """Trainer of RLOO: REINFORCE with a leave-one-out baseline. The baseline of a completion is the mean reward of all other
+    completions of the same prompt.
 
     The KL penalty is subtracted from the reward. It is not a term of the loss.
 

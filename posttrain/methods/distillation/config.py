@@ -41,7 +41,8 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
 
     Args:
         unread: Fields of TRL that this method does not use. The key is the field's name. The value is the field's default,
-            and a text that describes the alternative. Setting the field to another value is an error with this text.
+            and a text that describes the alternative. Setting the field to another value raises an error that contains this
+            text.
         defaults: New default values of inherited fields. A pair is a new default value and a new help text.
     """
 
@@ -81,7 +82,7 @@ class Axes:
             most likely ids of each of the two models. ``sampled``: only the sampled token. ``top1_pair``: the sampled token
             and the teacher's most likely id. ``aligned``: groups of tokens that have the same bytes in both tokenizers.
             ``none``: there is no teacher.
-        beta: Parameter that selects the divergence, from 0 (forward KL) to 1 (reverse KL); see
+        beta: Number from 0 (forward KL) to 1 (reverse KL) that selects the divergence; see
             `posttrain.losses.distillation.divergence`.
         top_k: Number k of token ids in the support.
         tail: Whether all ids outside the support form one additional category with their total probability. False: both
@@ -90,11 +91,12 @@ class Axes:
         estimator: How the divergence is minimized. ``exact``: by differentiating the divergence. ``score``: by a policy
             gradient, in which the reward of a sampled token is the log-ratio of teacher and student.
         prefix: Parameters gamma and epsilon of the token weights of IW-OPD. None: all tokens have the same weight.
-        reduction: How the loss is averaged. ``token``: over all tokens. ``sequence_token``: over the tokens of each
-            sequence, then over sequences. ``active``: like ``sequence_token``, but only over sequences that have a teacher.
+        reduction: How the loss is averaged. ``token``: the average over all tokens. ``sequence_token``: the average over the
+            tokens of each sequence, then over sequences. ``active``: the same as ``sequence_token``, but only over sequences
+            that have a teacher.
         is_clip: Maximum importance weight of a token. Importance weights correct for samples of older weights. With
             None, all importance weights are 1.
-        weight, cross_entropy: Weight of the divergence, and weight of the cross-entropy ``-log q`` of the tokens.
+        weight, cross_entropy: Weights of two loss terms: the divergence, and the cross-entropy ``-log q`` of the tokens.
         policy: Weight of an additional GRPO loss. None: there is no GRPO loss.
     """
 
@@ -275,8 +277,7 @@ class DistillationFields:
         beta: float
         use_liger_kernel: bool
 
-    # Name of the config field with beta, and name of the field with the loss temperature. A number instead of a name is the
-    # value itself.
+    # Names of the config fields that contain beta and the loss temperature. A number instead of a name is the value itself.
     _beta: ClassVar[str | float] = "beta"
     _loss_temperature: ClassVar[str | float] = "temperature"
     _least_generations: ClassVar[int] = 1

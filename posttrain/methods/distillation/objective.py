@@ -1,5 +1,5 @@
-"""Losses of distillation. The logits of student and teacher are compared in chunks, so the logits of all positions are never
-in memory at the same time.
+"""Losses of distillation. The logits of student and teacher are compared one chunk of positions at a time, so the logits of
+all positions are never in memory at the same time.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) 
 def _by_position(
     hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead, measure: Callable[[Tensor, slice], Tensor]
 ) -> Tensor:
-    """Compute K values per position, ``(N, K)``, by calling ``measure`` on the logits of N positions.
+    """Compute a tensor ``(N, K)`` of K values per position by calling ``measure`` on the logits of N positions.
 
     Only the first two columns of the result are differentiable.
 
@@ -213,8 +213,8 @@ class Comparison:
         return columns
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
-        """Compute K values per position, ``(n, K)``, from logits ``(n, V)``. The columns are those in `COLUMNS`, and one
-        divergence per named teacher.
+        """Compute a tensor ``(n, K)`` of K values per position from logits ``(n, V)``. The columns are the columns in
+        `COLUMNS` and one divergence per named teacher.
 
         The backward pass computes gradients only for the first two columns.
         """
@@ -271,8 +271,8 @@ def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor,
         axes: Properties of the loss. Only ``beta`` and the temperature are used.
 
     Returns:
-        ``(n,)`` equal values. Their sum is the sum of the losses of the n tokens, so the loss does not depend on the chunk
-        size.
+        Tensor ``(n,)`` of equal values. Their sum is the sum of the losses of the n tokens, so the loss does not depend on
+        the chunk size.
 
     Raises:
         ConfigError: The function does not return a scalar.
@@ -314,7 +314,7 @@ class _Beside:
         self.actual, self.best = self.log_p.gather(1, self.targets)[:, 0], self.log_p.argmax(-1)
 
     def divergence(self) -> tuple[Tensor, Tensor]:
-        """Compute the divergence at each position, ``(n,)``, and the teacher's total probability of the support.
+        """Compute the divergence and the teacher's total probability of the support at each of n positions.
 
         With the estimator ``score``, the divergence is not needed and its value is 0.
         """
@@ -331,7 +331,7 @@ class _Beside:
         return divergence(complete(q), complete(p), beta=axes.beta), support_mass(p)
 
     def _support(self) -> tuple[Tensor, Tensor]:
-        """Return the token ids of the support, ``(n, k)``, and a mask of ids to ignore.
+        """Return a tensor ``(n, k)`` with the token ids of the support, and a mask of ids to ignore.
 
         The ignored ids are duplicates, and ids beyond the student's vocabulary.
         """
@@ -372,8 +372,8 @@ class AlignedComparison:
         axes: Properties of the loss. Only beta and the temperatures are used.
         teacher: Outputs of the teacher, only at its positions that belong to groups.
         rows: Indices ``(G,)`` of the student's loss positions that belong to groups.
-        matched: Student ids and teacher ids of tokens with equal bytes, as pairs, for the hybrid loss. None: only sorted
-            probabilities are compared.
+        matched: Pairs of a student id and a teacher id of tokens with equal bytes, which the hybrid loss compares. None:
+            only sorted probabilities are compared.
         weights: Weight of the loss on matched ids, and weight of the loss on unmatched ids.
         widths: Number of token ids of the student, and of the teacher.
         without: Token ids with probability 0, for the student and for the teacher. They are image placeholders and markers,
@@ -409,7 +409,9 @@ class AlignedComparison:
         return torch.stack([log_q.gather(1, self.targets[part, None])[:, 0], entropy], 1)
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
-        """Compute the losses on matched and on unmatched ids, ``(n, 2)``, from logits ``(n, V)`` at positions of groups."""
+        """Compute the losses on matched ids and on unmatched ids as a tensor ``(n, 2)``, from logits ``(n, V)`` at positions
+        of groups.
+        """
         log_q = (kept(x, self.widths[0], self.without[0]) / self.axes.student_temperature).log_softmax(-1)
         log_p = self.teacher.logp(part, self.widths[1], self.axes.teacher_temperature, self.without[1]).to(log_q.dtype)
         if self.matched is None:
@@ -420,11 +422,11 @@ class AlignedComparison:
 def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossTerms:
     """Compute the loss ``w d + w_ce (-log q)`` of every loss token, before averaging.
 
-    q is the student's distribution, and p is the teacher's. ``d`` is the divergence, or the policy gradient of the sampled
-    token.
+    q is the student's distribution, and p is the teacher's distribution. ``d`` is the divergence, or the policy gradient of
+    the sampled token.
 
     With several teachers, ``d = sum_i w_i D(q, p_i)``, where the weights ``w_i`` sum to 1. If each row selects its teacher,
-    the weight of this teacher is 1. Each teacher only scores the ids of its own support, so teachers may be servers. With
+    the weight of this teacher is 1. Each teacher scores only the ids in its own support, so teachers may be servers. With
     ``beta=0``, the gradient equals that of the divergence from the mixture ``sum_i w_i p_i``. With ``beta=1``, the gradient
     equals that of the divergence from the normalized geometric mean ``prod_i p_i ** w_i``. For other values of beta, the sum
     of divergences does not equal the divergence from one combined teacher. With the estimator ``score``, the reward of a
@@ -432,7 +434,8 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
 
     Args:
         out: Model outputs. ``out.compared`` is the result of `Comparison` or `AlignedComparison`.
-        batch: Batch with the optional columns ``on_policy`` (S,) and ``active`` (S,). ``is_clip`` needs ``old_logp``.
+        batch: Batch. Its columns ``on_policy`` and ``active`` are optional tensors ``(S,)``. If ``is_clip`` is set, the
+            batch must have ``old_logp``.
         axes: Properties of the loss.
     """
     mask, grid = batch.loss_mask, torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
@@ -524,7 +527,9 @@ def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Te
 
 
 def _importance(out: ModelOutputs, batch: Batch, axes: Axes) -> Tensor | float:
-    """Return the importance weight of each token, limited to ``is_clip``. It corrects for tokens that older weights sampled."""
+    """Return the importance weight of each token, limited to ``is_clip``. The weight corrects for tokens that were sampled
+    with older weights.
+    """
     if axes.is_clip is None or batch.old_logp is None:
         return 1.0
     assert out.logp is not None
@@ -561,7 +566,7 @@ class Distillation(Method[Any]):
     Attributes:
         axes: Properties of the loss.
         takes_rewards: Whether a GRPO loss is added to the divergence.
-        privileged: Whether the teacher's prompt differs from the student's.
+        privileged: Whether the teacher's prompt differs from the student's prompt.
 
     Reference: GKD, arXiv:2306.13649.
     """
@@ -594,8 +599,8 @@ class Distillation(Method[Any]):
         """Return whether the loss computes importance ratios from the log-probs under the weights that sampled the
         completions.
 
-        GRPO's loss, ``is_clip`` and IW-OPD use importance ratios. They can differ from 1 if the weights have changed since
-        sampling. Exact divergences use no ratio.
+        GRPO's loss, ``is_clip`` and IW-OPD use importance ratios. The ratios can differ from 1 if the weights have changed
+        since sampling. Exact divergences use no ratio.
         """
         axes = self.axes
         return outlived and (self.takes_rewards or axes.is_clip is not None or axes.prefix is not None)
@@ -623,8 +628,8 @@ class Distillation(Method[Any]):
         return {}
 
     def other_models(self, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
-        """Return the teacher models for the memory estimate. A teacher that is a copy of the student counts as a further
-        model.
+        """Return the teacher models for the memory estimate. A teacher that is a copy of the student is included as a
+        separate model.
         """
         cfg = self.cfg
         if cfg.teacher_model_kind in ("base", "ema") and policy.peft_config is None:

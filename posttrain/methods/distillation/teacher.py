@@ -84,7 +84,9 @@ def load_teacher(teacher: object, args: PostTrainingConfig, student: nn.Module) 
 
 
 def teacher_id(teacher: object, args: PostTrainingConfig) -> str:
-    """Return the Hub id or folder of a teacher. A model object returns the Hub id or folder from which it was loaded, or ""."""
+    """Return the Hub id or folder of a teacher. For a model object, return the Hub id or folder from which it was loaded, or
+    "" if it was not loaded.
+    """
     if isinstance(teacher, nn.Module):
         return get_config_model_id(causal_lm(teacher).config)
     return teacher or args.teacher_model_name_or_path or ""
@@ -124,7 +126,8 @@ def frozen(model: nn.Module, autocast: Callable[[], AbstractContextManager] = nu
 
 @dataclass
 class ModelTeacher:
-    """Teacher model in this process. Its logits are computed only at positions where they are compared with the student's.
+    """Teacher model in this process. Its logits are computed only at positions where they are compared with the student's
+    logits.
 
     Attributes:
         running: Context manager that yields the model in evaluation mode, without gradients. It may activate another
@@ -142,7 +145,7 @@ class ModelTeacher:
     def of_batch(self, batch: Batch, members: Sequence[int] | None = None) -> HiddenTeacher:
         """Compute the teacher's outputs at the loss positions of the student's batch.
 
-        ``members`` are the indices of the sequences to compute. None: all sequences are computed.
+        ``members`` are the indices of the sequences to compute. None: the outputs for all sequences are computed.
         """
         if members is not None or not self.shared:
             rows = sequences(batch)
@@ -227,8 +230,8 @@ def shares_of_batch(
         members = [k for k, one in enumerate(numbers) if one == number]
         rows = torch.isin(places, places.new_tensor(members)).nonzero().flatten()
         whole = len(members) == len(numbers)
-        # A teacher without sequences in this batch is not run. It still needs an entry, so that this batch is included in
-        # the metric of the fraction of tokens that the teacher scores.
+        # A teacher without sequences in this batch is not run. The result still contains an item for it, so that this batch
+        # is included in the metric of the fraction of tokens that the teacher scores.
         shares[name] = TeacherShare(say(name, None if whole else members) if members else None, rows)
     return shares
 
@@ -375,7 +378,7 @@ def identity(dataset: AnyDataset, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: int) -> list[dict[str, list]]:
-    """Compute the teacher's top-k log-probs at temperature 1 for each completion token. The result has one entry per row."""
+    """Compute the teacher's top-k log-probs at temperature 1 for each completion token. The result has one item per row."""
     with teacher.running() as model:
         view = teacher.of_rows(rows, next(model.parameters()).device)
     targets = torch.tensor([t for row in rows for t in row.completions[0]], device=view.hidden.device)
@@ -535,7 +538,9 @@ class ScoreFile:
                 )
 
     def read(self, row: int, top_k: int = 0) -> TokenScores:
-        """Return the scores of one dataset row for the ``top_k`` most likely ids per token. 0: for all ids in the file."""
+        """Return the scores of one dataset row for the ``top_k`` most likely ids per token. With ``top_k=0``, return the
+        scores of all ids in the file.
+        """
         size = self.facts["batch_size"]
         one = self.reader.get_batch(row // size).slice(row % size, 1)
         ids, logps, actual = (np.array(one.column(name)[0].values) for name in COLUMNS)

@@ -63,13 +63,13 @@ def grpo_objective(
 ) -> LossTerms:
     """Compute the loss of every token, before averaging: ``-surrogate(ratio, A) * weights + beta * KL - entropy_coef * H``.
 
-    The entropy bonus is in the first element of ``LossTerms.extra``. Clipping, importance weights, the entropy filter and
-    the off-policy mask do not apply to the KL term.
+    The first element of ``LossTerms.extra`` is the entropy bonus. Clipping, importance weights, the entropy filter and the
+    off-policy mask do not apply to the KL term.
 
     Args:
         out: Log-probs and entropies of the policy.
-        batch: Completions with advantages. The log-probs of the old policy, of the reference and of the sampler are
-            optional.
+        batch: Completions with advantages. Log-probs of the old policy, log-probs of the reference, and log-probs of the
+            sampler are optional.
         cfg: `GRPOConfig`.
         entropy_coef: Current coefficient of the entropy bonus, if it is adaptive. None: ``cfg.entropy_coef``.
         gather: Function that concatenates a tensor over all ranks, so that all ranks use the same entropy threshold. All
@@ -120,8 +120,8 @@ def grpo_objective(
     )
     if cfg.entropy_coef or cfg.use_adaptive_entropy:
         coefficient = cfg.entropy_coef if entropy_coef is None else entropy_coef
-        # The entropy filter is computed per forward pass. If it excludes tokens, the bonus must also be averaged per forward
-        # pass.
+        # The entropy filter is computed per forward pass. If it excludes tokens, the bonus must be averaged per forward pass
+        # too.
         reduction = "token" if uncertain is batch.loss_mask else "local_token"
         loss.extra.append(LossTerms(-coefficient * out.entropy, uncertain, reduction))
     return loss
@@ -131,7 +131,7 @@ def _vespo(
     log_ratio: Tensor, advantages: Tensor, logp: Tensor, batch: Batch, cfg: GRPOConfig, weight: Tensor | None
 ) -> tuple[Tensor, dict[str, Metric]]:
     if weight is not None and batch.rollout_logp is not None:
-        # The weight of a sequence is a product over its tokens. A token without a log-prob gets the weight 1, which does not
+        # The weight of a sequence is a product over its tokens. Give tokens without a log-prob the weight 1, which does not
         # change the product. A masked token has the weight 0, which sets the weight of the whole sequence to 0.
         weight = weight.masked_fill(batch.rollout_logp.isnan(), 1.0)
     phi = vespo_weight(
@@ -205,7 +205,7 @@ def _kept(logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig) -
 
 
 STATE_FILE = "entropy_ctrl_state.json"
-# A warning is logged if no entropy bonus was applied in the first steps of a run. This is the number of these steps.
+# Number of steps after which a warning is logged if no entropy bonus was applied in any of them.
 STEPS_UNTIL_WARNING = 50
 
 
@@ -247,7 +247,7 @@ class EntropyBonus:
         Path(folder, STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def loaded(self, folder: str | None) -> EntropyBonus:
-        """Return the state that a checkpoint folder contains, or this state if the folder contains none."""
+        """Return the state that a checkpoint folder contains. If the folder contains no state, return this object."""
         path = Path(folder or ".", STATE_FILE)
         if folder is None or not path.is_file():
             return self

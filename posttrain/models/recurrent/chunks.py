@@ -2,7 +2,8 @@
 
 The rows of a batch are concatenated along the token axis, and each segment is split into chunks of `SIZE` tokens. The
 parent of a chunk is the chunk before it in its segment, or the last chunk of the parent segment. Products inside chunks are
-computed for all chunks together. Only the recurrent states are computed sequentially, in one step per depth.
+computed for all chunks together. Only the recurrent states are computed sequentially, in one step per depth of the chunk
+tree.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def chunks_of(segments: Sequence[Segment], shape: torch.Size, device: torch.devi
     """
     rows, width = shape
     count = rows * width
-    # For each depth, one entry per chunk: its first token, its number of tokens, and the index of its parent in the previous
-    # depth.
+    # Chunks at each depth. Each chunk is described by its first token, its number of tokens, and the index of its parent in
+    # the previous depth.
     levels: list[list[tuple[int, int, int]]] = []
     # For each segment, the depth and the index of its last chunk. For an empty segment, depth and index are those of the
     # preceding chunk.

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, before: list[Tensor]) -> Tensor:
-    """Convolve each channel with its own kernel. The output at a token depends on the token and the K - 1 tokens before it on
-    its path.
+    """Convolve each channel with a separate kernel. The output at a token depends on the token and the K - 1 tokens before
+    it on its path.
 
     Args:
         x: ``(B, D, T)`` inputs.
-        weight: ``(D, K)`` kernels. The last entry applies to the token itself.
+        weight: ``(D, K)`` kernels. The last column applies to the token itself.
         bias: ``(D,)``. None: no bias.
         before: Flat indices of the K inputs of each output; see `posttrain.models.recurrent.chunks.predecessors`.
 
@@ -32,7 +32,7 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, before: li
 
 
 class _ShortConvolution(torch.autograd.Function):
-    """Autograd function that saves its input once, instead of one shifted copy per entry of the kernel."""
+    """Autograd function that saves its input once, instead of K shifted copies of it."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, before: list[Tensor]) -> Tensor:

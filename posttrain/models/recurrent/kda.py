@@ -41,8 +41,8 @@ def kda(
             sequence. None: all states start at 0.
 
     Returns:
-        Outputs ``(B, T, H, dv)`` in float32, or in float64 if ``v`` is float64, zero for padding. The second result contains
-        the states after each sequence, or None without ``initial``.
+        Outputs ``(B, T, H, dv)`` in float32, or in float64 if ``v`` is float64. Outputs of padding tokens are 0. The second
+        result contains the states after each sequence, or None without ``initial``.
     """
     shape, wide = v.shape, torch.float64 if v.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):

@@ -45,7 +45,7 @@ def scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None
         chunks: Layout of the batch.
 
     Returns:
-        ``(B, T, H, dv)`` in float32, or in float64 if ``v`` is float64, zero for padding.
+        Outputs ``(B, T, H, dv)`` in float32, or in float64 if ``v`` is float64. Outputs of padding tokens are 0.
     """
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):
@@ -75,17 +75,17 @@ def _mixed(weights: Tensor, x: Tensor) -> Tensor:
 
 
 def _by_row(x: Tensor) -> Tensor:
-    """Return ``(N, G, r, C)`` factors as ``(N, G, C, r, 1)``."""
+    """Reshape ``(N, G, r, C)`` factors to ``(N, G, C, r, 1)``."""
     return x.transpose(2, 3)[..., None]
 
 
 def _times(x: Tensor, state: Tensor) -> Tensor:
-    """Return ``x @ state`` for ``(N, G, C, d)`` and a state ``(N, G, d, r, dv)``."""
+    """Return the product ``x @ state`` of a tensor ``(N, G, C, d)`` with a state ``(N, G, d, r, dv)``."""
     return (x @ state.flatten(3)).unflatten(3, state.shape[3:])
 
 
 def _outer(x: Tensor, y: Tensor) -> Tensor:
-    """Return ``x^T @ y`` ``(N, G, d, r, dv)`` for ``(N, G, C, d)`` and ``(N, G, C, r, dv)``."""
+    """Return the product ``x^T @ y``, a tensor ``(N, G, d, r, dv)``, of tensors ``(N, G, C, d)`` and ``(N, G, C, r, dv)``."""
     return (x.transpose(2, 3) @ y.flatten(3)).unflatten(3, y.shape[3:])
 
 
@@ -199,7 +199,7 @@ def _shares(
         return a.transpose(2, 3) @ b.transpose(2, 3).mT
 
     def back(y: Tensor, state: Tensor) -> Tensor:
-        """Return ``y @ state^T`` ``(N, G, C, dk)``."""
+        """Return the product ``y @ state^T`` as a tensor ``(N, G, C, dk)``."""
         return y.flatten(3) @ state.flatten(3).mT
 
     started, ended = x.start * out, x.rest * updates

@@ -107,15 +107,15 @@ def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, bet
     """Compute one token of a recurrence. The state ``(n, G, dk, r, dv)`` is changed in place.
 
     Args:
-        state: ``(n, G, dk, r, dv)``. Must be contiguous.
-        q: ``(n, 1, G, dk)``.
-        k: ``(n, 1, G, dk)``.
-        v: ``(n, 1, G * r, dv)``.
+        state: ``(n, G, dk, r, dv)`` state. Must be contiguous.
+        q: ``(n, 1, G, dk)`` queries.
+        k: ``(n, 1, G, dk)`` keys.
+        v: ``(n, 1, G * r, dv)`` values.
         log_decay: Logs of decays, expandable to the shape of the state.
         beta: ``(n, 1, G * r)`` step sizes. None: a state space model, which has no delta rule.
 
     Returns:
-        ``(n, 1, G * r, dv)``.
+        ``(n, 1, G * r, dv)`` outputs.
     """
     n, groups, size, repeats, width = state.shape
     state.mul_(log_decay.exp())

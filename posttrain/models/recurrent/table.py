@@ -50,8 +50,8 @@ FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "bailing_hybrid": KIMI,
     "minimax": {"MiniMaxLightningAttention.forward": functions.lightning_attention},
 }
-KINDS = ("linear_attention", "conv")  # Types of recurrent layers for which models create a mask.
-# Arguments by which optional kernels separate the sequences of a packed row.
+KINDS = ("linear_attention", "conv")  # Layer types with recurrent layers. Models create one mask per layer type.
+# Names of arguments with which optional kernels separate the sequences of a packed row.
 PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
 

@@ -35,10 +35,10 @@ class EpisodeSetup:
         tools: Functions that the model may call, with type hints and Google-style docstrings. They may be asynchronous.
         environment_factory: Function that creates an environment: an object with a method ``reset``. Its other public
             methods are tools. If it has ``get_reward``, it also provides a reward. With a dict of such functions, the column
-            ``environment`` of each row selects one.
+            ``environment`` of each row selects a function.
         rollout_func: Function ``f(prompts, trainer)`` that returns a dict with ``prompt_ids``, ``completion_ids`` and
-            ``logprobs`` (or None), with one entry per prompt. ``env_mask`` is optional. Further keys are passed to reward
-            functions.
+            ``logprobs`` (or None). Each value is a list with one item per prompt. The key ``env_mask`` is optional. Further
+            keys are passed to reward functions.
         template_kwargs: Arguments of the chat template.
         max_iterations: Maximum number of rounds of tool calls. None: no limit.
         max_output_tokens: Maximum number of tokens of a tool result. The middle of a longer result is removed. None: no
@@ -66,8 +66,8 @@ class EpisodeSetup:
 
     @classmethod
     def of(cls, args: PostTrainingConfig, **given: Any) -> EpisodeSetup:
-        """Create a setup from arguments and from a config with `EpisodeFields`. If ``args`` is None, the options have their
-        defaults.
+        """Create a setup from a trainer's arguments and from a config with the options of `EpisodeFields`. If ``args`` is
+        None, the default options are used.
         """
         if args is None:
             return cls(**given)
@@ -150,7 +150,7 @@ class EpisodeDriver:
         if factory is not None:
             self.pool = EnvironmentPool(factory, self.runner, setup.environment_retries)
             for probe in self.pool.probes:
-                # Create the tool box once as a test: it raises an error if two tools have the same name.
+                # Create the tool box once as a check. Its constructor raises an error if two tools have the same name.
                 self.pool.toolbox(probe, self.toolbox)
 
     @property
@@ -190,7 +190,7 @@ class EpisodeDriver:
         return (None, rows) if self.pool is None else self.pool.begin(rows, seeds, errors)
 
     def tokenize(self, rows: Sequence[dict[str, Any]]) -> Sequence[list[int]]:
-        """Tokenize the prompts of rows. In text from environments, special tokens are encoded as ordinary text."""
+        """Tokenize the prompts of rows. Special tokens in text from environments are encoded as ordinary text."""
         return tokenize_observed(
             rows, self.tokenizer, chat_template_kwargs=self.setup.template_kwargs, reader=self.reader
         )
@@ -222,8 +222,8 @@ class EpisodeDriver:
             generate: Function that calls the engine; see `ToolLoop`.
             context: Maximum number of tokens of prompt and completion.
             stop_ids: Tokens that end a turn.
-            any_process: Function that receives whether this process has unfinished episodes. It returns whether any process
-                has unfinished episodes.
+            any_process: Function whose argument is True if this process has unfinished episodes. It returns whether any
+                process has unfinished episodes.
 
         Returns:
             Rollouts, and the messages of each episode.
@@ -273,11 +273,11 @@ class EpisodeDriver:
             engine: Rollout engine. Only its name and capabilities are used.
             context: Maximum number of tokens of prompt and completion.
             vocabulary: Vocabulary size V.
-            placeholder: See `as_rollouts`.
-            any_process: Function that receives whether this process has unfinished episodes. It returns whether any process
-                has unfinished episodes.
-            everyone: See `HarnessRunner.run`.
-            place: See `HarnessRunner.run`.
+            placeholder: Same as in `as_rollouts`.
+            any_process: Function whose argument is True if this process has unfinished episodes. It returns whether any
+                process has unfinished episodes.
+            everyone: Same as in `HarnessRunner.run`.
+            place: Same as in `HarnessRunner.run`.
         """
         assert self.harness is not None
         options, can = self.harness.options, engine.capabilities
@@ -344,9 +344,9 @@ def custom_rollouts(
     """Call the user's rollout function with the prompts, and check its result.
 
     Args:
-        function: Function that returns a dict with ``prompt_ids``, ``completion_ids`` and ``logprobs`` (may be None), with
-            one entry per prompt. ``env_mask`` is optional (1: token of the model, 0: other token). Further keys are columns
-            for reward functions.
+        function: Function that returns a dict with ``prompt_ids``, ``completion_ids`` and ``logprobs`` (may be None). Each
+            value is a list with one item per prompt. The key ``env_mask`` is optional (1: token of the model, 0: other
+            token). Further keys are columns for reward functions.
         prompts: List of n prompts. A prompt is repeated for each of its completions.
         stop_ids: Token ids that end a completion. A completion that ends with another token is treated as truncated.
         vocabulary: Vocabulary size V. Token ids must be in [0, V). None: only negative ids are rejected.
@@ -357,7 +357,7 @@ def custom_rollouts(
 
     Raises:
         ArgumentTypeError: The function did not return a dict.
-        RolloutError: A key is missing, or an entry is invalid. The message contains key, row, position and value.
+        RolloutError: A key is missing, or a value is invalid. The message contains key, row, position and value.
     """
     returned = function(list(prompts))
     if not isinstance(returned, dict):

@@ -1,4 +1,6 @@
-"""Environments of episodes: objects with state and a method ``reset``. Their other methods are tools, or return a reward."""
+"""Environments of episodes: objects with state and a method ``reset``. Their other methods are either tools or functions
+that return a reward.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def _tool_names(kind: type) -> list[str]:
 
 
 class Observed(list):
-    """Messages of a prompt. ``reset`` has added text or images to the last message.
+    """Messages of a prompt to whose last message an environment's ``reset`` has added text or images.
 
     The added blocks are also stored separately, so that special tokens in them can be encoded as ordinary text.
 
@@ -67,7 +69,7 @@ class Observed(list):
         return Observed, (self.prompt, self.blocks)
 
     def through(self, change: Callable[[str], str]) -> Observed:
-        """Return a copy with ``change`` applied to the texts that ``reset`` added."""
+        """Return a copy of the messages in which the function ``change`` was applied to the texts that ``reset`` added."""
         blocks = [{**b, "text": change(b["text"])} if b["type"] == "text" else b for b in self.blocks]
         return Observed(self.prompt, blocks)
 
@@ -80,7 +82,7 @@ def add_observation(
     Args:
         prompt: Prompt of the dataset. It is not changed.
         observation: Result of ``reset``: None, text, a list of content blocks, or a PIL image.
-        where: Description of environment and row, for error messages.
+        where: Description of environment and row, used in error messages.
         observed: Function that converts images to content blocks. None: the model supports only text.
 
     Raises:
@@ -145,10 +147,11 @@ class EnvironmentPool:
         if not named:
             raise ConfigError("environment_factory is an empty dict. Pass at least one name and factory.")
         self.kinds = {name: _probe(name, factory) for name, factory in named.items()}
-        # Instances with a call that did not return in time. Their get_reward is not called.
+        # Environments with a call that did not return in time. Their method get_reward is not called.
         self.lost: list[Any] = []
         self._warned = False
-        # Lock of the lists of instances. It is needed because groups that use servers begin and end on different threads.
+        # Lock for the lists of environments. The lock is needed because groups of completions can begin and end on different
+        # threads if the engine uses servers.
         self._lock = threading.Lock()
 
     @property
@@ -158,11 +161,13 @@ class EnvironmentPool:
 
     @property
     def probes(self) -> list[Any]:
-        """One instance per factory. Tools and schemas are read from these instances."""
+        """One environment per factory. Tools and schemas are read from these environments."""
         return [kind.instances[0] for kind in self.kinds.values()]
 
     def rewards(self) -> list[PooledReward]:
-        """Return one reward function per class of environments with ``get_reward``. Subclasses are separate classes."""
+        """Return one reward function for each class of environments that has ``get_reward``. Subclasses have separate reward
+        functions.
+        """
         kinds = dict.fromkeys(type(probe) for probe in self.probes if callable(getattr(probe, "get_reward", None)))
         return [PooledReward(kind, self) for kind in kinds]
 
@@ -222,7 +227,9 @@ class EnvironmentPool:
             self.lost = [e for e in self.lost if not any(e is one for one in gone)]
 
     def toolbox(self, environment: object, tools: ToolBox) -> ToolBox:
-        """Return the tools of a rollout: the tools of all rollouts, and the methods of the rollout's environment."""
+        """Return the tools of a rollout. They are the tools that all rollouts have, and the methods of the rollout's
+        environment.
+        """
         kind = next(k for k in self.kinds.values() if any(environment is e for e in k.instances))
         box = ToolBox(dict(tools.functions), [*tools.schemas, *kind.schemas], owner=environment)
         for name in kind.methods:
@@ -266,7 +273,7 @@ class EnvironmentPool:
             return kind.instances[-1]
 
     def _drop(self, kind: _Kind, environment: object) -> None:
-        """Close and remove an environment whose ``reset`` failed."""
+        """Close an environment whose ``reset`` failed, and remove it from the pool."""
         with self._lock:
             known, kind.instances = kind.instances, [e for e in kind.instances if e is not environment]
         if len(known) > len(kind.instances):
@@ -361,7 +368,8 @@ def _close(instance: Any) -> None:
 
 
 class PooledReward:
-    """Reward function that calls ``get_reward`` of environments of one class. For other environments, the reward is None.
+    """Reward function that calls ``get_reward`` of environments of one class. For environments of other classes, the reward
+    is None.
 
     Args:
         made: Class of the environments. Subclasses are not included.

@@ -30,7 +30,8 @@ MAX_ITERATIONS = 32
 # Constants for the seeds of a batch of episodes, which make all seeds differ. SEED_STRIDE separates the engine calls of
 # different turns. BATCH_STRIDE separates the batches of one turn, because the seeds of ranks are consecutive.
 SEED_STRIDE, BATCH_STRIDE = 7_919, 15_485_863
-# Rollouts may share an engine call only if its token limit is below this multiple of each rollout's remaining budget.
+# Maximum ratio of the token limit of an engine call to the remaining budget of each of its rollouts. Rollouts share a call
+# only if its token limit is below this ratio times each remaining budget.
 TURN_WASTE = 2
 
 Batches = list[tuple[list[list[int]], Sampling]]
@@ -51,12 +52,12 @@ class Episode:
             returns no log-probs.
         processed_logp: Log-probs of the same tokens, under the truncated distribution from which they were sampled.
         messages: Turns as messages, with parsed tool calls.
-        finish_reason: Reason for the end of the last turn. ``stop``: the model ended it. ``length``: it was truncated by the
-            budget of the episode.
+        finish_reason: Reason for the end of the last turn. ``stop``: the model ended the turn. ``length``: the episode's
+            budget was used up, so the turn was truncated.
         version: Version of the weights that sampled the last turn.
         spans: Versions of the weights that sampled the model's tokens, as pairs (version, number of consecutive tokens).
         shown: Images in tool results, with their positions in ``token_ids``.
-        masked: Whether the episode is excluded from training. It is if images of a tool result could not be inserted.
+        masked: Whether the episode is excluded from the loss, because images of a tool result could not be inserted.
         escaped: Number of special tokens in tool results that were encoded as ordinary text.
         calls: Number of tool calls so far.
         failures: Number of tool calls that returned an error.
@@ -85,7 +86,7 @@ class Episode:
 
     @property
     def ids(self) -> Prompt:
-        """All tokens of the episode with their images. They are the prompt of the next turn."""
+        """All tokens of the episode with their images, which are the prompt of the next turn."""
         shown = [replace(image, start=image.start + len(self.prompt_ids)) for image in self.shown]
         return Prompt([*self.prompt_ids, *self.token_ids], (*Prompt.pictures_of(self.prompt_ids), *shown))
 
@@ -126,16 +127,16 @@ class ToolLoop:
 
     Args:
         tokenizer: Result of `prepare_tokenizer`.
-        generate: Function that receives a list of ``(prompts, sampling)`` and samples one completion per prompt. It is
-            called once per turn. The list is empty if only other processes have unfinished episodes.
+        generate: Function that samples one completion per prompt. Its argument is a list of pairs ``(prompts, sampling)``.
+            The function is called once per turn. The list is empty if only other processes have unfinished episodes.
         stop_ids: Tokens that end a turn.
         runner: Object that runs the tools.
         max_iterations: Maximum number of rounds of tool calls. None: no limit.
         max_output_tokens: Maximum number of tokens of a tool result. The middle of a longer result is removed. None: no
             limit.
         context: Maximum number of tokens of prompt and completion.
-        any_process: Function that receives whether this process has unfinished episodes. It returns whether any process has
-            unfinished episodes.
+        any_process: Function whose argument is True if this process has unfinished episodes. It returns whether any process
+            has unfinished episodes.
         template_kwargs: Arguments of the chat template.
         reader: Image processor, if prompts and tool results may contain images.
         parse: Function ``(tokenizer, ids, prefix, tools) -> message`` that parses a turn of the model.
@@ -175,7 +176,7 @@ class ToolLoop:
             self._generate_turn(ready, replace(sampling, seed=_later(sampling.seed, number)))
 
     def _left(self, episode: Episode, sampling: Sampling) -> int:
-        """Return the number of further tokens that the budget of the episode and the model's context allow."""
+        """Return the number of further tokens that the episode's budget and the model's context allow."""
         left = sampling.max_new_tokens - len(episode.token_ids)
         return left if self.context is None else min(left, self.context - len(episode.ids))
 
@@ -202,7 +203,7 @@ class ToolLoop:
         return True
 
     def _suffix(self, episode: Episode, messages: list[dict[str, Any]]) -> Prompt | None:
-        """Tokenize tool results. If their images cannot be inserted, return None and exclude the episode from training."""
+        """Tokenize tool results. If their images cannot be inserted, return None and exclude the episode from the loss."""
         before = self.suffix.text.escaped
         try:
             suffix = self.suffix(messages, closed=episode.token_ids[-1] in self.suffix.stop_ids)

@@ -10,7 +10,7 @@ from posttrain.fields import Port, PositiveFloat, PositiveInt, option
 
 @dataclass
 class HarnessFields:
-    """Options for running the harness of a trainer. They have no effect without a harness."""
+    """Config options for runs with a harness. They have no effect in runs without a harness."""
 
     harness_limit: PositiveInt = option(16, "Maximum number of episodes that run at the same time.")
     harness_timeout: PositiveFloat | None = option(

@@ -76,7 +76,7 @@ class PlainText:
 
     Args:
         tokenizer: Tokenizer whose special tokens are hidden.
-        read: Function that converts text to ids. None: the tokenizer is called, without adding special tokens.
+        read: Function that converts text to ids. None: the tokenizer converts text, without adding special tokens.
 
     Attributes:
         escaped: Number of special tokens that were hidden.
@@ -155,9 +155,9 @@ def tokenize_observed(
 class ToolSuffix:
     """Computes the token ids of tool results that follow a turn of the model.
 
-    The ids are the difference between two renderings of a dummy conversation: with and without the tool results. Text that
-    the model sampled is therefore never rendered or tokenized again. Special tokens in a tool result are encoded as ordinary
-    text. A tool result can therefore neither end its turn nor begin a turn of the model.
+    The function renders a dummy conversation twice, with and without the tool results. The ids are the difference between
+    the two renderings. Text that the model sampled is therefore never rendered or tokenized again. Special tokens in a tool
+    result are encoded as ordinary text. A tool result can therefore neither end its turn nor begin a turn of the model.
 
     Args:
         tokenizer: Result of `prepare_tokenizer`.

@@ -20,11 +20,11 @@ from posttrain.values import BadValue
 
 T = TypeVar("T")
 Observe = Callable[[Any, str], list[dict[str, Any]]]
-# Maximum number of characters of a tool result. A longer result would take long to tokenize, and fits into no model's
-# context.
+# Maximum number of characters of a tool result. A longer result would take long to tokenize, and would not fit into the
+# context of any model.
 LONGEST = 1_000_000
-# Number of seconds after a timeout in which the event loop must report the timeout. If it does not, a function blocks the
-# loop.
+# Number of seconds after a timeout in which the event loop must report the timeout. If it does not report the timeout, a
+# function is blocking the event loop.
 GRACE = 1.0
 
 
@@ -46,7 +46,9 @@ class Cancelled(Exception):
 
 @dataclass(slots=True)
 class ToolResult:
-    """Result of one tool call: text for the model, an error flag, and content blocks if the result contains images."""
+    """Result of one tool call. It consists of text for the model, an error flag, and content blocks if the result contains
+    images.
+    """
 
     text: str
     failed: bool = False
@@ -93,7 +95,7 @@ def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
     Args:
         value: Parsed value of the argument.
         schema: JSON schema of the argument, taken from the result of `tool_schema`.
-        name: Name of the argument, for the error message.
+        name: Name of the argument, used in the error message.
 
     Raises:
         WrongValue: The value cannot be converted. The model receives the error message.
@@ -218,8 +220,8 @@ class ToolBox:
         return next((s["function"] for s in self.schemas if s.get("function", {}).get("name") == name), {})
 
     def arguments(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call, converted to their declared types. Arguments that are not declared are not
-        changed.
+        """Return the arguments of a call, converted to their declared types. Arguments that the schema does not contain are
+        not changed.
 
         Raises:
             WrongValue: An argument cannot be converted.
@@ -312,7 +314,7 @@ class ToolRunner:
         return self.each([lambda box=box, calls=calls: self._in_order(box, calls) for box, calls in jobs])
 
     def call(self, function: Callable, arguments: dict[str, Any]) -> Any:
-        """Call a plain or asynchronous function with the time limit.
+        """Call a plain or asynchronous function, and raise an error after the time limit.
 
         Raises:
             TooSlow: The function did not return in time.

@@ -1,10 +1,11 @@
-"""Attention in which rows share the keys and values of their prompts. It is registered by name in transformers.
+"""Attention in which rows share the keys and values of their prompts. This attention function is registered by name in
+transformers.
 
 Only the model's attention function is replaced. Its decoder code is not changed. The common prefix of all prompts of a call
 is computed and stored once. The rest of each prompt is also stored once, in blocks of several prompts. In a decoding step,
 one product multiplies all queries with the common prefix. Another product multiplies all queries of a prompt with the
-prompt, without repeating key-value heads. Each query is also multiplied with its own suffix. One softmax is computed over
-all three parts.
+prompt, without repeating key-value heads. In addition, each query is multiplied with the suffix of its row. One softmax is
+computed over the scores of all three products.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Block:
 
     Attributes:
         prompts: Indices of the prompts, in batch order.
-        lengths: Number of tokens of each prompt, ``(P,)``.
+        lengths: ``(P,)`` number of tokens of each prompt.
         keys, values: Tensor ``(P, KV heads, width, head size)`` of each layer.
         states: States ``(P, ...)`` of recurrent layers at the end of each prompt; see `posttrain.models.recurrent.states`.
     """
@@ -180,14 +181,15 @@ class Fill:
     """Prefill pass: earlier keys and values to which its tokens attend, and the new keys and values that it computes.
 
     Attributes:
-        past: Earlier keys and values by layer, ``(1 or P, KV heads, length, head size)``, in the order of positions.
-        keys, values: New keys and values by layer, ``(P, KV heads, width, head size)``. The attention function stores them
-            during the pass.
+        past: Earlier keys and values by layer, as tensors ``(1 or P, KV heads, length, head size)`` in the order of
+            positions.
+        keys, values: New keys and values by layer, as tensors ``(P, KV heads, width, head size)``. The attention function
+            stores them during the pass.
         shared: Number of tokens of the common prefix of all prompts. The keys and values of the common prefix are first in
             ``past``.
-        known: Number of cached tokens of each prompt, ``(P,)``. They follow the common prefix in ``past``. None: all prompts
-            have the same number of cached tokens.
-        room: Number of columns for cached tokens, the maximum of ``known``.
+        known: ``(P,)`` number of cached tokens of each prompt. These tokens follow the common prefix in ``past``. None: all
+            prompts have the same number of cached tokens.
+        room: Number of columns for cached tokens, which is the maximum of ``known``.
         span: Index ``(P, width)`` of the block (an image) in which a token attends in both directions. -1: the token is in
             no block. None: there are no blocks.
         hidden: Attention masks by window and chunk size. Each mask is computed once for all layers.
@@ -230,7 +232,9 @@ class Fill:
         return self.hidden[sight]
 
     def whole(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of a layer. Return the earlier keys and values, with the new ones appended."""
+        """Store the new keys and values of a layer. Return the earlier keys and values with the new keys and values
+        appended.
+        """
         self.keys[layer], self.values[layer] = key.contiguous(), value.contiguous()
         if not self.past:
             return key, value
@@ -249,10 +253,10 @@ class Store:
         positions: Positions ``(n, t)`` of the tokens in the current pass.
         common: Block with the common prefix of all prompts, as a batch of one. None: there is no common prefix.
         groups: Generating rows by block, in a decoding step. Each row is in exactly one group.
-        prefix: Number of prompt tokens of each generating row, ``(n,)``, without the common prefix.
-        lengths: Number of stored suffix tokens of each generating row, ``(n,)``, without the current token.
-        longest: Maximum of ``lengths`` as a Python number, so that it need not be copied from the device.
-        keys, values: Keys and values of suffixes by layer, ``(slots, KV heads, capacity, head size)``.
+        prefix: ``(n,)`` number of prompt tokens of each generating row, without the common prefix.
+        lengths: ``(n,)`` number of stored suffix tokens of each generating row, without the current token.
+        longest: Maximum of ``lengths`` as a Python number. Reading it requires no copy from the device.
+        keys, values: Keys and values of suffixes by layer, as tensors ``(slots, KV heads, capacity, head size)``.
         states: States ``(slots, ...)`` of recurrent layers; see `posttrain.models.recurrent.states`.
         repeats: Number of calls in the current pass of attention layers that are used at several depths.
         unseen: Attention masks of this step by window and chunk size. Each mask is computed once for all layers.
@@ -283,7 +287,7 @@ class Store:
 
     def layer_of(self, module: Any) -> int:
         """Return the key of a layer's cache. Zamba 2 uses the same attention layers at several depths, all with layer index
-        -1. Each of their calls gets its own key.
+        -1. Each call of such a layer therefore has a separate key.
         """
         if module.layer_idx >= 0:
             return module.layer_idx
@@ -309,7 +313,7 @@ class Store:
 
     @property
     def width(self) -> int:
-        """Number of columns of the prompts, without the common prefix: the width of the widest block in use."""
+        """Number of columns of the widest block in use. The common prefix is not counted."""
         return max(next(iter(group.block.keys.values())).shape[2] for group in self.groups)
 
     @property
@@ -476,8 +480,8 @@ def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) 
 
 
 def _decode(store: Store, layer: int, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
-    """Compute attention of one new query per row to the common prefix, to the row's prompt and to the row's suffix. The
-    result has the shape ``(n, 1, heads, size)``.
+    """Compute attention of one new query per row to the common prefix, the row's prompt, and the row's suffix. Return a
+    tensor ``(n, 1, heads, size)``.
     """
     n, heads, _, size = query.shape
     kv, used, first, width = keys.shape[1], keys.shape[2], store.shared, store.width
@@ -499,7 +503,7 @@ def _decode(store: Store, layer: int, query: Tensor, keys: Tensor, values: Tenso
 
 
 def _prompt_scores(groups: list[Group], layer: int, q: Tensor, width: int) -> Tensor:
-    """Compute the scores ``(n, kv, r, width)`` of each row's queries and the keys of its prompt."""
+    """Compute the scores ``(n, kv, r, width)`` between the queries of each row and the keys of the row's prompt."""
     scores = q.new_zeros(0)
     for group in groups:
         block = group.block.keys[layer]

@@ -47,7 +47,7 @@ def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: 
         x: Logits ``(n, V)`` after division by the temperature.
         sampling: Settings of all rows.
         written: Number of sampled tokens of each of the n completions.
-        history: Tokens of each of the n rows, including the prompt. They are only needed to forbid repeated n-grams.
+        history: Tokens of each of the n rows, including the prompt. Needed only for settings that forbid repeated n-grams.
     """
     x = x.clone()
     if sampling.logit_bias:
@@ -137,7 +137,8 @@ class SampledTokens:
     top: tuple[Tensor, Tensor] | None = None
 
     def rows(self) -> list[list[float]]:
-        """Copy all values to the host in one transfer. Return a list per row: the token, its log-prob, and further values.
+        """Copy all values to the host in one transfer. Return one list per row with the token, its log-prob, and further
+        values.
 
         Raises:
             RolloutError: A row contains NaN, or the rules forbid all tokens of a row.
@@ -158,7 +159,7 @@ def draw_tokens(
     history: list[list[int]] | None = None,
     change: Callable[[Tensor], Tensor] | None = None,
 ) -> SampledTokens:
-    """Sample one token per row. Also return its log-prob at the sampling temperature, before truncation.
+    """Sample one token per row. Return it with its log-prob at the sampling temperature, before truncation.
 
     This function does not wait for the device. If a row has no valid token, `SampledTokens.rows` raises an error later.
 
@@ -167,7 +168,7 @@ def draw_tokens(
         sampling: Sampling settings. With temperature 0, the most likely token is selected, and its log-prob is computed at
             temperature 1.
         uniform: Random numbers ``(n,)`` in [0, 1), as float64.
-        history: Tokens of each row, including the prompt. They are only needed for the repetition penalty.
+        history: Tokens of each row, including the prompt. Needed only for the repetition penalty.
         change: Function that changes the logits after division by the temperature and before truncation. It may set logits
             to minus infinity.
     """

@@ -74,8 +74,8 @@ class NativeEngine(RolloutEngine):
 
     Attributes:
         shares_weights: Whether the engine samples from exactly the trained weights. If so, its log-probs need no correction.
-        counts: Statistics of the last call: number of computed prompt tokens, of cached prompt tokens, and of decoding
-            steps.
+        counts: Statistics of the last call: the number of computed prompt tokens, the number of cached prompt tokens, and
+            the number of decoding steps.
     """
 
     name = "native"
@@ -188,8 +188,8 @@ class NativeEngine(RolloutEngine):
         """Keep the KV cache between calls inside the context. It is reused for later turns of an episode, and for prompts
         with a common prefix.
 
-        The cache has at most ``keep_bytes`` bytes. The least recently used entries are removed first. If the weights or the
-        active adapters have changed, the next call clears the cache. The cache is freed at the end of the context.
+        The cache has at most ``keep_bytes`` bytes. The least recently used sequences are removed first. If the weights or
+        the active adapters have changed, the next call clears the cache. The cache is freed at the end of the context.
         """
         if self.kept is not None:  # An outer `prefix_cache` context is active. Use its cache.
             yield
@@ -274,13 +274,15 @@ def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -
 
 
 VERDICTS: dict[str, str | None] = {}
-# Tolerance of `native_is_exact`, as a fraction of the standard deviation of the correct log-probs. In half precision, the
-# tolerance is 0.05.
+# Maximum difference that `native_is_exact` accepts, as a fraction of the standard deviation of the correct log-probs. In
+# half precision, the tolerance is 0.05.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}
 
 
 def native_is_exact(model: nn.Module) -> str | None:
-    """Return None if the engine's log-probs equal those of the model's forward pass, else a description of the difference."""
+    """Compare the engine's log-probs with the log-probs of the model's forward pass. Return a description of the difference,
+    or None if they are equal.
+    """
     key = probe_key(model)
     if key not in VERDICTS:
         try:
@@ -295,7 +297,8 @@ def native_is_exact(model: nn.Module) -> str | None:
 def _unsupported(model: nn.Module, error: Exception) -> str:
     """Describe why the engine raised an exception on a model."""
     inner: Any = causal_lm(model)
-    # Some models compute attention in their own code, for example Falcon, Bloom, MPT and GPT-J.
+    # Some models, for example Falcon, Bloom, MPT and GPT-J, do not compute attention with a function that can be selected by
+    # name.
     if not getattr(inner, "_supports_attention_backend", True):
         return (
             f"{type(inner).__name__} computes attention in its own code and does not call the attention functions of "

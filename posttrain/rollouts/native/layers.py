@@ -133,13 +133,15 @@ Products = Literal["exact", "bfloat16"]
 # rows, F.linear takes 62.7 ms and weight @ rows.T takes 44 ms. With 32 rows, they take 91 ms and 61 ms. With 64 rows or
 # more, both take the same time.
 MOST_ROWS = 64
-# Number of rows for which oneDNN optimizes the layout of a packed weight. A packed weight supports any number of rows.
+# Number of input rows for which oneDNN optimizes the layout of a packed weight. A packed weight supports any number of input
+# rows.
 ROWS_HINT = 16
 # Times of products with 1, 16, 64 and 1024 rows, in milliseconds with one thread, for 88M parameters. F.linear: 41, 70, 161
 # and 2365. Packed float32: 28, 39, 118 and 1734. Packed bfloat16: 18, 26, 63 and 899. Packing takes 207 ms, or 114 ms if
 # weights are rounded to bfloat16. With 2 threads, a decoding step of 8 rows takes 61 ms without packed weights and 37 ms
 # with packed weights.
-PACK_FROM = 8  # Decoding step at which weights are packed, if they were not packed at the start of the call.
+# Index of the decoding step at which weights are packed if they were not packed at the start of the call.
+PACK_FROM = 8
 # Minimum number of requested decoding steps for packing the weights at the start of a call.
 PACK_STEPS = 16
 # Minimum number of requested tokens, including prompts, for packing the weights at the start of a call.
@@ -176,7 +178,7 @@ class Packed:
     Attributes:
         layers: Layers whose weights are packed.
         together: Groups of layers with the same input. The weights of a group are packed as a single matrix.
-        weights: Packed copies, by group of layers.
+        weights: Packed copies of weights. The key is the group of layers.
     """
 
     def __init__(self, *, bfloat16: bool = False) -> None:
@@ -291,17 +293,17 @@ ITEMS = 2
 
 @dataclass(slots=True)
 class Plan:
-    """Assignment of rows to prompts and chunks. It is valid until a row is added or removed.
+    """Assignment of rows to prompts and chunks. The plan is valid until a row is added or removed.
 
     Attributes:
         groups: Groups for which the plan was created.
         seen: First tensor of each group's cache. If a group has another tensor object later, its cache was reallocated.
         order: Row indices ``(n,)``, sorted by prompt. All rows of a chunk have the same prompt.
-        begins: Start of each chunk in ``order``, ``(chunks + 1,)``.
+        begins: ``(chunks + 1,)`` indices in ``order`` at which chunks start.
         most: Number of rows of the longest chunk.
-        place: Location of each row's prompt, ``(n, 3)``: the block that contains the prompt, the prompt's offset in this
-            block, and the stride between heads.
-        blocks: Memory addresses of the groups' keys and values, by layer.
+        place: ``(n, 3)`` location of each row's prompt. It consists of the block that contains the prompt, the prompt's
+            offset in this block, and the stride between heads.
+        blocks: Memory addresses of the groups' keys and values. The key is the layer.
         scratch: Temporary memory of all threads, for scores and queries.
         step: Data of the current decoding step, created by the first layer.
         lengths: Suffix lengths for which ``step`` was created.
@@ -332,7 +334,7 @@ class Plan:
         return cls(groups, seen, order, begins, max(map(len, chunks)), places(groups, len(order)))
 
     def holds(self, groups: list[Group]) -> bool:
-        """Return whether the plan was created for these groups, and their caches have not been reallocated since."""
+        """Return whether the plan was created for these groups and their caches have not been reallocated since then."""
         return self.groups is groups and all(first_of(g) is seen for g, seen in zip(groups, self.seen, strict=True))
 
     def blocks_of(self, layer: int) -> Any:
@@ -440,7 +442,7 @@ class Layer:
         return store.attend(self.index, query, key, value, rule).reshape(len(qkv), -1)
 
     def attended(self, qkv: Tensor, store: Store, threads: int) -> Tensor:
-        """Compute the attention of a decoding step with the compiled function. Also store the new keys and values."""
+        """Compute the attention of a decoding step with the compiled function, which stores the new keys and values too."""
         n = len(qkv)
         sample = qkv.view(n, -1, 1, self.size)[:, : self.kv]
         store.make_room(self.index, sample, sample, blank=False)
@@ -510,7 +512,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def processors(quota: Path = QUOTA) -> int:
-    """Return the number of processors that this process may use. It depends on the CPU affinity and the container's quota."""
+    """Return the number of processors that the CPU affinity and the container's quota allow this process to use."""
     allowed = usable_processors()
     try:
         most, period = quota.read_text().split()

@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
 Layers = dict[int, tuple[Tensor, Tensor]]
-# Cached prefix: its number of tokens, the keys and values of its tokens, and the recurrent states after its last token.
+# Type of a cached prefix. It consists of the number of tokens, the keys and values of these tokens, and the recurrent states
+# after the last token.
 Known = tuple[int, list[Layers], list[Tensor]]
-# Number of elements of each parameter that are compared. The comparison detects changes that autograd does not count.
+# Number of elements of each parameter that are compared to detect changes of weights. Autograd's version counter misses some
+# of these changes.
 SAMPLES = 64
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Node of the radix tree. It contains tokens that follow those of its parent, with their keys and values.
+    """Node of the radix tree. A node contains the tokens that follow the tokens of its parent node, with their keys and
+    values.
 
     Attributes:
         tokens: Token ids of this node. Only the root has no tokens.
@@ -83,8 +86,8 @@ class PrefixCache:
         """Return the longest cached prefix of ``tokens``, up to ``most`` tokens.
 
         Returns:
-            The length of the prefix, its keys and values as pieces in order, and the states of recurrent layers after the
-            prefix. The tensors are views of the cache. Copy a tensor before you change it.
+            The length of the prefix, a list with the keys and values of its consecutive ranges of tokens, and the states of
+            recurrent layers after the prefix. The tensors are views of the cache. Copy a tensor before you change it.
         """
         self.clock += 1
         layers: list[Layers] = []
@@ -102,9 +105,10 @@ class PrefixCache:
 
         Args:
             tokens: All tokens of the sequence.
-            layers: Pieces of keys and values in order, with ``len(tokens)`` positions in total. The pieces are copied.
-            states: States of recurrent layers after the last token. They are not copied. Empty: the model has no recurrent
-                layers.
+            layers: Keys and values of consecutive ranges of tokens, with ``len(tokens)`` positions in total. The tensors are
+                copied.
+            states: States of recurrent layers after the last token. These tensors are not copied. Empty: the model has no
+                recurrent layers.
         """
         self.clock += 1
         node, length = self.root, 0
@@ -137,8 +141,8 @@ class PrefixCache:
             node, at = child, at + matched
 
     def _split(self, node: Node, at: int) -> Node:
-        """Split a node into two nodes, and return the first one. The tensors are copied, so that the memory of each node can
-        be freed separately.
+        """Split a node into two nodes, and return the first of the two. The tensors are copied, so that the memory of each
+        node can be freed separately.
         """
         assert node.parent is not None
         head = Node(node.tokens[:at], _copied(_cut(node.layers, 0, at)), node.parent, used=node.used)
@@ -187,7 +191,7 @@ def _copied(layers: Layers) -> Layers:
 
 
 def without(pieces: Sequence[Layers], skip: int) -> list[Layers]:
-    """Return views of the pieces without their first ``skip`` positions."""
+    """Return views of the keys and values without their first ``skip`` positions."""
     rest: list[Layers] = []
     for piece in pieces:
         length = next(iter(piece.values()))[0].shape[2]
@@ -198,7 +202,7 @@ def without(pieces: Sequence[Layers], skip: int) -> list[Layers]:
 
 
 def _joined(pieces: Sequence[Layers], skip: int) -> Layers:
-    """Concatenate pieces without their first ``skip`` positions, as a copy."""
+    """Concatenate keys and values of consecutive ranges without the first ``skip`` positions, as a copy."""
     rest = without(pieces, skip)
     if len(rest) == 1:
         return _copied(rest[0])
@@ -224,7 +228,7 @@ def fingerprint(model: nn.Module) -> tuple:
     return (tuple(written), tuple(torch.stack(samples).tolist()) if samples else (), tuple(adapters))
 
 
-# Minimum length of a common prefix, in tokens, for a separate prefill pass. A pass reads all weights, which takes about as
+# Minimum length of a common prefix, in tokens, for a separate prefill pass. A pass reads all weights. Reading takes about as
 # long as computing this number of tokens.
 STEM_LEAST = 32
 # Index of a `Prompt` object that is a common prefix of several prompts, and not a prompt of the call.
@@ -239,7 +243,7 @@ class PrefillBatch:
         prompts: Prompts in batch order, or one common prefix with the index `STEM`.
         ids: Tokens ``(P, width)`` whose keys and values are computed, right-padded.
         block: Block that stores the keys and values.
-        known: Number of cached tokens of each prompt, ``(P,)``. The common prefix of all prompts is not counted.
+        known: ``(P,)`` number of cached tokens of each prompt. The common prefix of all prompts is not counted.
         room: Number of columns of the block for cached tokens.
         uneven: Whether the prompts have different numbers of cached tokens.
         new: Number of tokens of each prompt that are computed.
@@ -354,7 +358,7 @@ class Prefiller:
                 self.kept.add(self.shared + prompt.ids, self.layers_of(prompt), work.block.states_of(prompt.index))
 
     def layers_of(self, prompt: Prompt) -> list[Layers]:
-        """Return the keys and values of a whole prompt, as a list of pieces in order."""
+        """Return the keys and values of a whole prompt, as a list with one item per consecutive range of tokens."""
         assert prompt.block is not None
         own = prompt.block.row(prompt.index, len(prompt.ids))
         return [own] if self.store.common is None else [_of(self.store.common), own]

@@ -150,12 +150,13 @@ class RunningRequest:
         index: Index of the request in the call.
         request: The request.
         prompt: Prompt of the request. Other requests may share this object.
-        sampling: Sampling settings of the request. If it has none, they are those of the call.
+        sampling: Sampling settings of the request. If the request has no settings, these are the settings of the call.
         waiting: Number of completions that have not started.
         seed: Seed of the request's random numbers.
         number: Index of the request's first completion among all completions of the call.
         draws: Index of the request's first completion among all completions of the call with the same seed.
-        kind: Text with all settings for sampling a token. The tokens of requests with equal ``kind`` are sampled together.
+        kind: Text that contains all settings for sampling a token. Requests with equal ``kind`` sample their tokens
+            together.
     """
 
     index: int
@@ -174,7 +175,7 @@ class RunningRequest:
 
 @dataclass(slots=True)
 class Completion:
-    """Completion that has not ended. ``before`` contains the tokens that were sampled before an interruption."""
+    """Completion that has not ended. The field ``before`` contains tokens that were sampled before an interruption."""
 
     number: int
     running: RunningRequest
@@ -231,7 +232,7 @@ class TokenSampler:
             self._guides(sampling).start(sampling.guide)
 
     def begin(self, running: RunningRequest, index: int) -> Completion:
-        """Create completion ``index`` of a request, without tokens."""
+        """Create the object for completion ``index`` of a request. It contains no tokens yet."""
         sampling = running.sampling
         guide = self._guides(sampling).start(sampling.guide) if sampling.guide is not None else None
         uniform = uniforms(running.seed, running.draws + index, sampling.max_new_tokens)

@@ -85,7 +85,7 @@ class Run:
         return self.so_far()
 
     def counts(self) -> dict[str, int]:
-        """Return the number of computed prompt tokens (including padding), of cached prompt tokens, and of decoding steps."""
+        """Return three numbers: computed prompt tokens including padding, cached prompt tokens, and decoding steps."""
         prefiller = self.prefiller
         return {"prefilled": prefiller.computed, "reused": prefiller.reused, "steps": self.steps}
 
@@ -116,7 +116,7 @@ class Run:
                 break
             passes += 1
             self.prefiller.step(running.prompt, free)
-        # Update the groups once for all new rows. The next decoding step is the first one that uses the groups.
+        # Update the groups once for all new rows. The groups are not used before the next decoding step.
         if started:
             self._regroup()
         return bool(self.live)
@@ -176,7 +176,9 @@ class Run:
         self._finish()
 
     def read_from(self, packed: Packed) -> None:
-        """Use packed copies of the weights: immediately if many tokens are requested, otherwise after some decoding steps."""
+        """Use packed copies of the weights. They are used from the start if many tokens are requested, otherwise after some
+        decoding steps.
+        """
         self.packed = packed
         tokens = sum(len(prompt.ids) for prompt in self.prompts)
         tokens += sum(each.request.n * each.sampling.max_new_tokens for each in self.running)
