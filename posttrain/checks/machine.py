@@ -38,7 +38,7 @@ CHECKPOINTS_AT_ONCE = 2
 NAMES_LISTED = 5
 HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
 # ROOM_ANYWHERE is the number of bytes of memory that every machine is assumed to have. SHARE_UNTRACED is a fraction of the
-# free memory. If a rough upper bound of the needed memory is below this fraction, no exact estimate is computed.
+# memory (total memory for weights, free memory for passes). If a rough upper bound is below it, no exact estimate is computed.
 ROOM_ANYWHERE, SHARE_UNTRACED = 2**30, 0.25
 # Number of tokens in a forward pass that the rough upper bound of the memory assumes.
 MOST_TOKENS = 16_384
