@@ -160,7 +160,8 @@ def log_own_checkpoint(model: nn.Module) -> None:
     if name and (path / "trainer_state.json").is_file():
         logger.warning(
             "the model was loaded from the training checkpoint %s, and without ref_model it is also the reference. To resume "
-            "that run, pass its initial model and call train(resume_from_checkpoint=%r). Else pass ref_model.", path, str(path),
+            "that run, pass its initial model and call train(resume_from_checkpoint=%r). To train this model in a new run, "
+            "pass ref_model.", path, str(path),
         )  # fmt: skip
 
 
@@ -182,7 +183,7 @@ def _check_own_weights(model: nn.Module, reference: nn.Module) -> None:
     if shared:
         raise ConfigError(
             f"ref_model contains trained weights of the model: {shared[0]}. peft.get_peft_model changes its base model in place, "
-            "so the base model contains the adapter too. Fix: leave ref_model out, or load the reference a second time."
+            "so the base model contains the adapter too. Fix: remove ref_model, or load the reference a second time."
         )
 
 
