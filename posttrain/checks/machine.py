@@ -502,8 +502,7 @@ def check_launch(environment: Mapping[str, str], processes: int) -> Finding | No
         "warning",
         "accelerate launch was called for several processes, but this is the only one.",
         "accelerate launch --cpu",
-        "on a CPU without mpirun, accelerate launch starts one process. Each step then has only the rows of this process, and "
-        "is not faster.",
+        "on a CPU without mpirun, accelerate starts one process. A step has only this process's rows, and is not faster.",
         "use torchrun --nproc_per_node N your_script.py, with use_cpu=True.",
     )
 

@@ -411,8 +411,8 @@ def _narrow_groups(history: RewardHistory, least: float) -> Notice | None:
     return Notice(
         "narrow",
         f"{narrow} of the last {known} groups have a standard deviation below a thousandth of the standard deviation of all "
-        f"rewards ({whole:.3g}), and scale_rewards='group' amplifies these small differences to full updates. If they are "
-        "noise, set min_group_std or scale_rewards='batch'.",
+        f"rewards ({whole:.3g}), and scale_rewards='group' amplifies such differences to full updates. If they are noise, set "
+        "min_group_std or scale_rewards='batch'.",
     )
 
 

@@ -419,8 +419,7 @@ RULES: tuple[Rule, ...] = (
         "PT-R009", ("completions/duplicate_ratio",), 1,
         _above(0.8, "{percent:.0f} % of the completions are identical to another completion of their group.", newest=True),
         "identical completions have equal rewards and no advantage, but take as much time as different ones.",
-        "increase temperature, remove top_k, top_p or min_p, and check that the engine uses a different seed for each "
-        "completion.",
+        "increase temperature, remove top_k, top_p or min_p, and check that completions are sampled with different seeds.",
     ),
     Rule(
         "PT-R032", ("completions/no_token_ratio",), 1,

@@ -495,8 +495,7 @@ PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
         "warning",
         "info",
         "the first trained token is not the first token after the generation prompt",
-        "The model is trained to write tokens that the prompt already contains, or it is not trained on the start of an "
-        "answer.",
+        "The model is trained to write tokens that the prompt already contains, or is not trained on the start of an answer.",
         "Put the role header before {% generation %} and everything after it inside.",
     ),
     "PT-K115": (

@@ -555,9 +555,8 @@ def refuse_float16(model: nn.Module, args: PostTrainingConfig) -> None:
     if not count or args.deepspeed:
         return
     text = (
-        f"{count} trained parameters are stored in float16: gradients below 6e-8 become 0, gradients above 65504 become "
-        "infinite, and gradient scalers do not support float16 parameters. Fix: load the model with dtype='float32' and set "
-        "fp16=True or bf16=True, or train an adapter."
+        f"{count} trained parameters are stored in float16: gradients below 6e-8 become 0, above 65504 infinite, and gradient "
+        "scalers reject them. Fix: load the model with dtype='float32' and set fp16=True or bf16=True, or train an adapter."
     )
     if args.preflight == "error":
         raise ConfigError(text)

@@ -222,11 +222,7 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
     if lost := [name for name, there in needed.items() if not there]:
         names = sorted(path.name for path in folder.iterdir())
         inside = [path for path in complete_checkpoints(folder) if not damage(path)]
-        fix = (
-            f"Fix: resume from {str(inside[-1])!r}, which is in this folder."
-            if inside
-            else _offer(folder.parent, folder)
-        )
+        fix = f"Fix: resume from {str(inside[-1])!r}, in this folder." if inside else _offer(folder.parent, folder)
         raise CheckpointError(
             f"{str(folder)!r} is not a checkpoint from which training can continue: it lacks {' and '.join(lost)}, "
             f"and contains {names[:12]}. {fix}"
@@ -377,9 +373,8 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
     text = f"the training rows have changed since the run began (then: {before}; now: {now})"
     if skips:
         raise CheckpointError(
-            f"{text}. The saved position is not valid for the new rows: some rows would be skipped or used twice. Fix: pass "
-            "the same rows; or set ignore_data_skip=True to start at the first row; or start a new run with the checkpoint as "
-            "its model."
+            f"{text}. The saved position is invalid for the new rows: rows would be skipped or repeated. Fix: pass the same "
+            "rows; or set ignore_data_skip=True to start at the first row; or start a new run with the checkpoint as model."
         )
     logger.warning("%s. With ignore_data_skip=True the run starts at the first row.", text)
 

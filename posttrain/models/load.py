@@ -123,13 +123,11 @@ class ModelConfig:
     )
     load_in_8bit: bool = option(
         False,
-        "Load the weights in 8 bits with bitsandbytes. Then only adapters can be trained. It cannot be combined with "
-        "load_in_4bit.",
+        "Load the weights in 8 bits with bitsandbytes. Then only adapters can be trained. It contradicts load_in_4bit.",
     )
     load_in_4bit: bool = option(
         False,
-        "Load the weights in 4 bits with bitsandbytes (QLoRA). Then only adapters can be trained. It cannot be combined with "
-        "load_in_8bit.",
+        "Load the weights in 4 bits with bitsandbytes (QLoRA). Then only adapters can be trained. It contradicts load_in_8bit.",
     )
     bnb_4bit_quant_type: Literal["fp4", "nf4"] = option(
         "nf4",
@@ -190,8 +188,7 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
         ]
         if unread:
             logger.warning(
-                "Without use_peft, these options have no effect: %s. The whole model is trained. To train an adapter, pass "
-                "--use_peft.",
+                "Ignored without use_peft: %s. The whole model is trained. To train an adapter, pass --use_peft.",
                 ", ".join(unread),
             )
         return None
@@ -254,9 +251,7 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
     if not folder.is_dir():
         raise ModelError(f"model={model!r} is not a folder. Fix: pass a hub id or folder with config.json and weights.")
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-        raise ModelError(
-            f"the model folder {model!r} has no config.json. It contains {sorted(os.listdir(folder))[:10]}."
-        )
+        raise ModelError(f"the model folder {model!r} has no config.json. Files: {sorted(os.listdir(folder))[:10]}.")
     weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
     if (folder / "adapter_config.json").is_file() and not weights:
         raise ModelError(
@@ -884,10 +879,7 @@ def _check_recurrent_layers(model: Module, moved: bool) -> None:
     unread = convolutions + [name for name, _ in named if name.endswith(".dt_proj")]
     if not unread:
         return
-    what = (
-        f"the adapter of {unread[0]} has no effect, because the recurrent layer uses the module's weight without calling "
-        "the module"
-    )
+    what = f"the adapter of {unread[0]} has no effect: the recurrent layer uses this module's weight without calling it"
     names = sorted({name.rsplit(".", 1)[-1] for name in unread})
     if convolutions or moved:
         raise ConfigError(

@@ -160,8 +160,7 @@ def log_own_checkpoint(model: nn.Module) -> None:
     if name and (path / "trainer_state.json").is_file():
         logger.warning(
             "the model was loaded from the training checkpoint %s, and without ref_model it is also the reference. To resume "
-            "that run, pass its initial model and call train(resume_from_checkpoint=%r). To train this model in a new run, "
-            "pass ref_model.", path, str(path),
+            "that run, pass its initial model and call train(resume_from_checkpoint=%r). Else pass ref_model.", path, str(path),
         )  # fmt: skip
 
 

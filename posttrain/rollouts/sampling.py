@@ -118,9 +118,7 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError) as error:
         raise _wrong("logit_bias", value, "a dict of token ids and numbers, or a list of such pairs") from error
     if any(token < 0 or not math.isfinite(added) for token, added in bias.items()):
-        raise _wrong(
-            "logit_bias", value, "a dict of token ids of at least 0 and finite numbers (suppress_tokens forbids tokens)"
-        )
+        raise _wrong("logit_bias", value, "ids of at least 0 with finite numbers (suppress_tokens forbids tokens)")
     return tuple(bias.items())
 
 

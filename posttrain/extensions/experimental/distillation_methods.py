@@ -82,8 +82,7 @@ def _require_context(dataset: AnyDataset, name: str) -> None:
         "reverse_kl_top_1_mode": ("sampled", "Set loss_top_k above 1 to use the student's most likely ids."),
         "use_teacher_server": (False, "Set teacher_model_server_url to the address of the server."),
     },
-    loss_top_k=(1, "With 'jsd': number of token ids per position in the divergence, see DistillationConfig. 0: the whole "
-                   "vocabulary."),
+    loss_top_k=(1, "With 'jsd': number of token ids per position in the divergence, see DistillationConfig. 0: all ids."),
     max_length=1024, disable_dropout=True,
     vllm_server_port=8001,
 )  # fmt: skip
@@ -138,8 +137,7 @@ class IWOPD(Distillation):
 
 @config
 @preset(
-    loss_top_k=(1, "Number of token ids per position that servers return. With beta=0, any number is accepted. Otherwise, it "
-                   "must be 1."),
+    loss_top_k=(1, "Number of token ids per position that servers return. It must be 1, except with beta=0."),
     vllm_server_port=8001,
     unread={"reverse_kl_top_1_mode": ("sampled", "A server scores only the tokens of the completion.")},
 )  # fmt: skip
@@ -247,8 +245,7 @@ class MiniLLM(Distillation):
 @config
 @preset(
     learning_rate=5e-5, max_prompt_length=512, num_generations=8,
-    teacher_model_kind=("base", "Weights of the teacher. 'live': the student's current weights. 'base': its initial weights. "
-                                "'ema': their moving average."),
+    teacher_model_kind=("base", "Teacher: the student with current ('live'), initial ('base') or averaged ('ema') weights."),
     max_completion_length=(256, "Maximum number of tokens of a completion, including the end token."),
     disable_dropout=(True, "Set every dropout probability of the model to 0, so that equal inputs give equal log-probs."),
     unread={
@@ -372,13 +369,11 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
     )
     solution_template: str = option(
         "\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
-        "Template of the text that replaces {solution}. In this template, {successful_previous_attempt} is replaced with the "
-        "successful completion.",
+        "Text that replaces {solution}. In this text, {successful_previous_attempt} stands for the successful completion.",
     )
     feedback_template: str = option(
         "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
-        "Template of the text that replaces {feedback}. In this template, {feedback_raw} is replaced with the column "
-        "privileged_context.",
+        "Text that replaces {feedback}. In this text, {feedback_raw} stands for the column privileged_context.",
     )
     include_environment_feedback: bool = option(
         False, "Put the column privileged_context into the teacher's prompt as {feedback}."

@@ -612,8 +612,7 @@ def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
         backend = json.loads(parsed.weight_transfer_config or TRANSFER)["backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--weight-transfer-config {parsed.weight_transfer_config!r} must be a JSON object with the key 'backend': "
-            f"{error!r}."
+            f"--weight-transfer-config {parsed.weight_transfer_config!r} must be JSON with the key 'backend': {error!r}."
         ) from error
     if backend not in TRANSFERS:
         raise ConfigError(

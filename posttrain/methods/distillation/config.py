@@ -254,10 +254,9 @@ class DistillationFields:
     loss_top_k: NonNegativeInt = option(
         0,
         "Number k of token ids per position over which the divergence is computed. With beta=0, they are the k most likely "
-        "ids of the teacher. With beta=1, they are the k most likely ids of the student. With beta between 0 and 1, they are "
-        "the k most likely ids of the teacher and the k most likely ids of the student. With loss_top_k=1, the sampled token "
-        "replaces the student's most likely id. 0: the whole vocabulary, which is exact. A smaller k needs less memory and "
-        "network traffic.",
+        "ids of the teacher. With beta=1, they are the k most likely ids of the student. With beta between 0 and 1, both "
+        "groups are used. With loss_top_k=1, the sampled token replaces the student's most likely id. 0: the whole vocabulary, "
+        "which is exact. A smaller k needs less memory and network traffic.",
     )
     loss_add_tail: bool = option(
         True,

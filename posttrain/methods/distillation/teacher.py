@@ -107,9 +107,7 @@ def own_tokenizer(name: str, *, required: bool, trust_remote_code: bool = False,
     except ModelError as error:
         if required:
             raise
-        text = (
-            "the teacher's tokenizer was not found, so the teacher is assumed to use the student's token ids: %s Fix: "
-        )
+        text = "the teacher's tokenizer was not found. It is assumed to have the student's token ids: %s Fix: "
         logger.warning(text + "pass teacher_processing_class.", error)
         return None
 
