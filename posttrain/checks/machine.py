@@ -147,7 +147,7 @@ def ports_of_servers(context: Context) -> list[Finding]:
     # This finding is only a warning, because weights may be sent in another way that does not need the port.
     return [finding(
         "PT-L004", "warning", f"vllm_group_port={port} is in use by another process.", "vllm_group_port",
-        "the run could not listen on this port, or it would talk to another run's server.",
+        "the run could not listen on this port, or would connect to another run's server.",
         f"stop that process (find it with `ss -ltnp 'sport = :{port}'`), or set vllm_group_port to a free port.",
     )]  # fmt: skip
 
@@ -203,7 +203,7 @@ FEATURES = {
 
 # Requirements of optional features. Requirements of posttrain itself are in its metadata.
 NEEDS = (
-    Need("liger-kernel>=0.8.0", "liger", "0.8.0", reason="the arguments of the chunked losses changed in it"),
+    Need("liger-kernel>=0.8.0", "liger", "0.8.0", reason="the arguments of the chunked losses changed in 0.8.0"),
     Need("bitsandbytes", "bitsandbytes"),
     Need("torchao", "torchao"),
     Need("deepspeed>=0.14.4", "deepspeed"),
@@ -344,7 +344,7 @@ def _compared(need: Need, version: str | None) -> Finding | None:
     if have not in need.requirement.specifier:
         what = f"{feature} needs {need.package}; found {version}."
         left_out = any(specifier.operator == "!=" and have not in specifier for specifier in need.requirement.specifier)
-        why = "this version is known not to work" if left_out else "older versions lack features that it uses"
+        why = "this version is known not to work" if left_out else "older versions lack features that posttrain uses"
         why += f": {need.reason}." if need.reason else "."
         return finding("PT-V002", "error", what, name, why, f"{install}. To try it anyway, set preflight='warn'.")
     if need.tested and have > base_version(need.tested):
@@ -507,7 +507,7 @@ def check_launch(environment: Mapping[str, str], processes: int) -> Finding | No
         "warning",
         "accelerate launch was called for several processes, but this is the only one.",
         "accelerate launch --cpu",
-        "on a CPU without mpirun it starts one process. Each step then has only the rows of this process, and is not faster.",
+        "on a CPU without mpirun, accelerate starts one process. A step has only this process's rows, and is not faster.",
         "use torchrun --nproc_per_node N your_script.py, with use_cpu=True.",
     )
 

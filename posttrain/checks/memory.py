@@ -171,7 +171,7 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
     peak = f"peak memory {gib(seen.peak)} of {gib(seen.total)} ({100 * share:.0f} %) after {seen.step} steps"
     if share >= FULL_SHARE:
         longer = seen.longest / max(seen.longest_seen, 1)
-        coming = f" The longest row of the data ({seen.longest} tokens) is {longer:.1f}x as long as the longest so far."
+        coming = f" The longest row of the data ({seen.longest} tokens) is {longer:.1f}x as long as any row so far."
         yield finding(
             "PT-M004", "warning", f"{peak}.{coming if longer > 1 else ''}", here,
             "a longer row, an evaluation or a checkpoint may not fit.",

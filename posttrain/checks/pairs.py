@@ -89,7 +89,7 @@ def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int
             "warning",
             f"max_length={limit} truncates only one of the two answers, in {count_of(len(cut), len(rows))}",
             where(cut),
-            "the truncated answer has no end token, so the model learns when to stop, and not which answer is better.",
+            "the truncated answer has no end token, so the model learns when to stop instead of which answer is better.",
             "increase max_length, or remove these pairs.",
         )
     if len(rows) >= PAIRS_NEEDED and len(odd) >= SHARE_ENDING * len(rows):

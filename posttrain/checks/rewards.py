@@ -413,8 +413,9 @@ def _narrow_groups(history: RewardHistory, least: float) -> Notice | None:
         return None
     return Notice(
         "narrow",
-        f"{narrow} of the last {known} groups have a standard deviation below a thousandth of that of all rewards ({whole:.3g}), "
-        "and scale_rewards='group' amplifies it to full updates. If it is noise, set min_group_std or scale_rewards='batch'.",
+        f"{narrow} of the last {known} groups have a standard deviation below a thousandth of the standard deviation of all "
+        f"rewards ({whole:.3g}), and scale_rewards='group' amplifies such differences to full updates. If they are noise, set "
+        "min_group_std or scale_rewards='batch'.",
     )
 
 

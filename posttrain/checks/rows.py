@@ -343,7 +343,7 @@ RULES: tuple[RowRule, ...] = (
     RowRule(
         "PT-D002", _bos_double, "contain {bos} more than once.",
         "the text already contained bos when special tokens were added, or bos was added to both prompt and completion. Models "
-        "are not trained on two bos tokens, and give other answers after them.",
+        "are not trained on texts with two bos tokens. With two bos tokens, their answers change.",
         "pass messages and let the chat template add special tokens, or remove the token from the text; tokenize completions "
         "with add_special_tokens=False.",
     ),

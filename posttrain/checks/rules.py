@@ -403,7 +403,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT-R004", ("kl",), 50, _kl_grows,
-        "the policy's text becomes very different from that of the reference, and rewards are often wrong for such text.",
+        "the policy's text becomes very different from the reference's text, and rewards are often wrong for such text.",
         "increase beta, decrease learning_rate, or resume from an earlier checkpoint.",
     ),
     Rule(
@@ -418,9 +418,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT-R009", ("completions/duplicate_ratio",), 1,
-        _above(0.8, "{percent:.0f} % of the completions are identical to another one of their group.", newest=True),
+        _above(0.8, "{percent:.0f} % of the completions are identical to another completion of their group.", newest=True),
         "identical completions have equal rewards and no advantage, but take as much time as different ones.",
-        "increase temperature, remove top_k, top_p or min_p, and check that the engine uses another seed for each completion.",
+        "increase temperature, remove top_k, top_p or min_p, and check that completions are sampled with different seeds.",
     ),
     Rule(
         "PT-R032", ("completions/no_token_ratio",), 1,
@@ -482,7 +482,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT-R031", ("align/dropped_bytes_fraction",), 1,
         _above(UNPAIRED, "{percent:.0f} % of the text cannot be aligned with the teacher's tokens.", newest=True),
-        "the loss is the mean over the aligned text. If no text can be aligned, it is 0 and the student does not learn.",
+        "the loss is the mean over the aligned text. If no text can be aligned, the loss is 0 and the student does not learn.",
         "compare how both tokenizers split an answer. Use a teacher whose tokenizer preserves the text, or more rows per step.",
     ),
     Rule(

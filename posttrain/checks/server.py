@@ -108,7 +108,7 @@ def check_parity(
         followed = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(first[0], change, strict=True)]
         missed = mean_gap(ours, followed)
         if missed > max(MISSED * moved, CONCLUSIVE * noise, MOVED):
-            what = f"training changed the trainer's log-probs by {moved:.3g} on average, but the engine's differ by "
+            what = f"training changed the trainer's log-probs by {moved:.3g} on average, but the engine's log-probs differ by "
             what += f"{missed:.3g}"
     if not what:
         return None

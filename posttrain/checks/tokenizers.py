@@ -311,7 +311,7 @@ def _superset(match: TokenizerMatch, names: tuple[str, str]) -> Finding | None:
         "warning",
         f"{names[0]} has {match.sizes[0]} tokens and {names[1]} {match.sizes[1]}. The common tokens have the same ids.",
         f"the tokenizers of {names[0]} and {names[1]}",
-        "probabilities of tokens that only one of the models has cannot be compared, so these tokens are excluded.",
+        "if only one of the models has a token, the probabilities of this token cannot be compared. Such tokens are excluded.",
         f"compare only the first {match.columns} logits, and make sure that data and templates do not use other tokens.",
     )
 
@@ -331,7 +331,7 @@ def _special(match: TokenizerMatch, names: tuple[str, str], *, on_policy: bool) 
         else "info",
         f"special tokens of {names[0]} and {names[1]} differ: {'; '.join(part for part in (ids, stops) if part)}.",
         f"the tokenizers of {names[0]} and {names[1]}",
-        f"{names[1]} would continue after the end of a text, because it does not treat that token as an end."
+        f"{names[1]} would continue after the end of a text, because it does not stop at the token that ends the text."
         if ends
         else "padding is masked by position, so the loss is not affected.",
         "give both models the same eos_token and generation_config.eos_token_id, or map one token to the other.",

@@ -165,8 +165,8 @@ def main(argv: list[str] | None = None) -> int:
     if 0 <= space < ADDRESSES:
         sys.stderr.write(
             f"error: this process may use {space / 2**30:.2f} GiB of address space, but torch and other libraries need "
-            f"{ADDRESSES / 2**30:.0f} GiB before any model is loaded. Without it, loading them would hang. Fix: run `ulimit -v "
-            "unlimited`.\n"
+            f"{ADDRESSES / 2**30:.0f} GiB before any model is loaded. With less address space, loading these libraries would "
+            "hang. Fix: run `ulimit -v unlimited`.\n"
         )
         return 1
     ranks.keep_stderr()

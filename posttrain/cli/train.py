@@ -181,7 +181,7 @@ class ScriptArguments:
     dataset_config: str | None = option(None, "Configuration of a Hub dataset.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
-    dataset_streaming: bool = option(False, "Read rows during training instead of loading the whole dataset before.")
+    dataset_streaming: bool = option(False, "Read rows during training instead of loading the whole dataset first.")
     ignore_bias_buffers: bool = option(False, "Do not broadcast boolean buffers of the model in DDP.")
 
 
@@ -216,7 +216,7 @@ class JudgedScriptArguments(GRPOScriptArguments):
     judge_url: str | None = option(
         None, "URL of a judge model with OpenAI's API, for example http://host:8000/v1. The judge replaces the rewards."
     )
-    judge_model: str = option("judge", "Model name of the judge on that server.")
+    judge_model: str = option("judge", "Name of the judge model on the server at judge_url.")
 
 
 @dataclass

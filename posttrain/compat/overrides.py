@@ -32,7 +32,7 @@ def _rows(methods: dict[str, str]) -> dict[str, str]:
 
 # Map from each trainer class to methods that it never calls. Each method is mapped to the hook that replaces it.
 OF_PROMPTS = {"prepare": "prepare_datasets(train, evaluation)", "rows": PARTS}
-TAKEN = "taken(batch), which gets what the workers wrote, or objective(outputs, batch)"
+TAKEN = "taken(batch), which receives the output of the workers, or objective(outputs, batch)"
 WORKERS = "reward_funcs, tools and rollout_func, which the workers call, or objective(outputs, batch)"
 UNCALLED: dict[str, dict[str, str]] = {
     # Methods of transformers.Trainer that the training loop of this library does not call.
@@ -76,7 +76,7 @@ def missing(cls: type, name: str) -> AttributeError:
     message contains it.
     """
     hook, present = hook_for(cls, name), trl_names.renamed_arguments().get(f"Trainer.{name}")
-    fix = "" if hook is None else f": TRL's method has no twin here. Fix: use {hook} (docs/hooks.md)."
+    fix = "" if hook is None else f": posttrain lacks this method of TRL. Fix: use {hook} (docs/hooks.md)."
     if present is not None:
         fix = f": a name of older releases. Fix: use {present}."
     return AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{fix}", name=name)
@@ -127,8 +127,7 @@ def refuse(trainer: Any) -> None:
     for name, hook in rows.items():
         if owner := user_override(kind, name):
             raise ConfigError(
-                f"{owner.__name__} overrides {name}, which is never called here. Fix: use {hook} "
-                "instead (docs/hooks.md)."
+                f"{owner.__name__} overrides {name}, which posttrain never calls. Fix: use {hook} instead (docs/hooks.md)."
             )
     if (owner := user_override(kind, "_get_num_items_in_batch")) and not trainer.method.traits.takes_loss_func:
         raise ConfigError(
@@ -139,8 +138,8 @@ def refuse(trainer: Any) -> None:
     given = inspect.getfullargspec(owner.get_batch_samples) if owner else None
     if given and len(given.args) < 4 and given.varargs is None:
         raise ConfigError(
-            f"{owner.__name__} overrides get_batch_samples({', '.join(given.args[1:])}) of TRL 0.7 to 0.11, which is never "
-            "called here. Fix: use LogCompletionsCallback. The method of transformers with this name has the arguments "
+            f"{owner.__name__} overrides get_batch_samples({', '.join(given.args[1:])}) of TRL 0.7 to 0.11, which posttrain "
+            "never calls. Fix: use LogCompletionsCallback. The method of transformers with this name has the arguments "
             "(epoch_iterator, num_batches, device)."
         )
     if any(user_override(kind, name) for name in PADDED_STEPS):

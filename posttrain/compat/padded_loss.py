@@ -203,7 +203,7 @@ def to_batch(inputs: object) -> Batch:
         )
     batch, back = inputs.batch, torch.argsort(inputs.order)
     if added := [name for name in inputs if name not in inputs.made and "labels" in inputs.made]:
-        raise _not_followed(f"inputs has the new keys {added}", "model arguments are those of the batch")
+        raise _not_followed(f"inputs has the new keys {added}", "the model gets only the arguments of the batch")
     for name, before in inputs.made.items():
         value = inputs.get(name)
         if name == ITEMS or (value is None and name in batch.columns):
@@ -211,7 +211,7 @@ def to_batch(inputs: object) -> Batch:
         changed = f"inputs[{name!r}] was changed from shape {tuple(before.shape)}"
         if not isinstance(value, Tensor) or value.shape != before.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else value
-            raise _not_followed(f"{changed} to {shape}", "its rows are laid out already")
+            raise _not_followed(f"{changed} to {shape}", "the batch is already built from its rows")
         if not torch.allclose(value, before.to(value.dtype), rtol=0.0, atol=0.0, equal_nan=True):
             batch = _follow(batch, name, value[back], before[back], changed)
     return batch
@@ -223,11 +223,11 @@ def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str
     """
     if name == "labels":
         if not ((value == before) | (value == IGNORED)).all():
-            raise _not_followed(f"{changed} to other tokens", f"labels may be set to {IGNORED} alone")
+            raise _not_followed(f"{changed} to other tokens", f"labels may only be set to {IGNORED}")
         return replace(batch, loss_mask=(value != IGNORED) & batch.loss_mask)
     known = _per_sequence(batch).get(name)
     if known is None:
-        raise _not_followed(f"{changed} to other values", "its rows are laid out already")
+        raise _not_followed(f"{changed} to other values", "the batch is already built from its rows")
     sequence, column = batch.sequence.max(1).values, torch.empty_like(known)
     column[sequence] = value.to(column.dtype)
     changes = {"advantages": column} if name == "advantages" else {"columns": batch.columns | {name: column}}

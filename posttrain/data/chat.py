@@ -336,7 +336,7 @@ def apply_chat_template(
     """
     if (processing_class is None) == (tokenizer is None):
         raise ArgumentTypeError(
-            "pass the tokenizer as processing_class, or by its deprecated name tokenizer, but not both."
+            "pass the tokenizer as processing_class, or as tokenizer (its deprecated name), but not as both."
         )
     processing_class = processing_class or tokenizer
     row = {k: example[k] for k in ("prompt", "chosen", "rejected", "completion", "messages", "label") if k in example}

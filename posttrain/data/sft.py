@@ -130,7 +130,7 @@ def label_batch(
     rows, plans = [], []
     for index, example in given_rows(batch, indices):
         none = sorted(set(batch) - {ROW, *example})
-        with naming(f"row {index}", f" Columns {none} are None here." if none else ""):
+        with naming(f"row {index}", f" Columns {none} are None in this row." if none else ""):
             rows.append(strip_none(example))
             plans.append(_plan(rows[-1], tokenizer, options))
         plans[-1].nested_none = has_nested_none(example)

@@ -496,14 +496,14 @@ PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
         "warning",
         "info",
         "the first trained token is not the first token after the generation prompt",
-        "The model is trained to write tokens that the prompt already contains, or not trained on the start of an answer.",
+        "The model is trained to write tokens that the prompt already contains, or is not trained on the start of an answer.",
         "Put the role header before {% generation %} and everything after it inside.",
     ),
     "PT-K115": (
         "warning",
         "warning",
         "the prompt's tokens change when the answer follows",
-        "The model would be trained on other tokens than those it generates.",
+        "The tokens in training would differ from the tokens that the model generates.",
         "Use the template of get_training_chat_template, or a template whose generation prompt opens every answer.",
     ),
     "PT-K112": (

@@ -437,7 +437,7 @@ def refuse_untrainable(
     if args.label_smoothing_factor and not traits.takes_loss_func:
         raise ConfigError(
             f"label_smoothing_factor={args.label_smoothing_factor} smooths a loss over label tokens, but {name} does not have "
-            "such a loss. Remove it."
+            "such a loss. Fix: remove label_smoothing_factor."
         )
     if not args.average_tokens_across_devices and args.world_size > 1:
         logger.warning(
@@ -495,7 +495,7 @@ def refuse_foreign_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.
 def warn_of_unused(options: Mapping[str, Any]) -> None:
     """Log a warning for each loading option that is set although the model was passed as an object."""
     for name in [name for name, value in options.items() if value]:
-        logger.warning("%s is ignored because the model was passed as an object, so it is already loaded.", name)
+        logger.warning("%s is ignored, because the model was passed as an object and is already loaded.", name)
 
 
 def loading_options(args: PostTrainingConfig, quantization_config: Any) -> dict[str, Any]:
@@ -559,8 +559,8 @@ def refuse_float16(model: nn.Module, args: PostTrainingConfig) -> None:
     if not count or args.deepspeed:
         return
     text = (
-        f"{count} trained parameters are stored in float16: gradients below 6e-8 become 0 and those above 65504 infinite, and "
-        "no scaler works on them. Fix: load the model with dtype='float32' and set fp16=True or bf16=True, or train an adapter."
+        f"{count} trained parameters are stored in float16: gradients below 6e-8 become 0, above 65504 infinite, and gradient "
+        "scalers reject them. Fix: load the model with dtype='float32' and set fp16=True or bf16=True, or train an adapter."
     )
     if args.preflight == "error":
         raise ConfigError(text)
@@ -600,8 +600,8 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
     if len(switches) > 1:
         raise ModelError(
             f"{type(causal_lm(other)).__name__} reads the rows of the policy, but the rotary frequencies of the two models "
-            f"change at different lengths {sorted(switches)} (longrope), so no pass is correct for both. Fix: use two models "
-            "of one family."
+            f"change at different lengths {sorted(switches)} (longrope), so no forward pass is correct for both models. Fix: "
+            "use two models of one family."
         )
     careful = max(layout, theirs, key=lambda one: (one.kind == "padded", one.dense_mask))
     joins, switch = layout.joins_rows and theirs.joins_rows, min(switches, default=None)

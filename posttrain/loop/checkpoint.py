@@ -225,7 +225,7 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
     if lost := [name for name, there in needed.items() if not there]:
         names = sorted(path.name for path in folder.iterdir())
         inside = [path for path in complete_checkpoints(folder) if not damage(path)]
-        fix = f"Fix: resume from {str(inside[-1])!r}, which is in it." if inside else _offer(folder.parent, folder)
+        fix = f"Fix: resume from {str(inside[-1])!r}, in this folder." if inside else _offer(folder.parent, folder)
         raise CheckpointError(
             f"{str(folder)!r} is not a checkpoint from which training can continue: it lacks {' and '.join(lost)}, "
             f"and contains {names[:12]}. {fix}"
@@ -258,8 +258,8 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
     ]
     if other:
         raise CheckpointError(
-            f"{str(folder)!r} contains a different adapter from the one this run trains: {', '.join(other)}. Fix: "
-            "use the checkpoint's values."
+            f"{str(folder)!r} contains an adapter that differs from this run's adapter: {', '.join(other)}. Fix: use the "
+            "checkpoint's values."
         )
 
 
@@ -287,8 +287,8 @@ def _written(value: object) -> object:
 # Texts for the warning about a setting that differs from the checkpoint's setting. Each text describes the effect of the
 # difference.
 OPTIMIZERS = "the optimizer continues with the checkpoint's value"
-ORDER = "rows come in a different order from now on, so the run trains on some rows twice and on others never"
-SCHEDULE = "the first step uses the learning rate of the checkpoint's schedule, and later steps that of this run's"
+ORDER = "rows come in a different order from now on, so the run trains on some rows twice and never on other rows"
+SCHEDULE = "the first step uses the learning rate of the checkpoint's schedule, and later steps use this run's schedule"
 KEPT_SETTINGS = {
     "learning_rate": OPTIMIZERS, "weight_decay": OPTIMIZERS, "adam_beta1": OPTIMIZERS, "adam_beta2": OPTIMIZERS,
     "adam_epsilon": OPTIMIZERS, "seed": ORDER, "data_seed": ORDER, "max_steps": SCHEDULE, "lr_scheduler_type": SCHEDULE,
@@ -324,8 +324,8 @@ def refuse_other_run(state: Mapping[str, Any], method: str, optimizer: object) -
     ]
     if other:
         raise CheckpointError(
-            f"{', '.join(other)}: the optimizer state of the checkpoint is of another run. Fix: use the checkpoint's values; or "
-            "start a new run without resume_from_checkpoint, with the checkpoint as its model."
+            f"{', '.join(other)}: the optimizer state of the checkpoint was saved with other settings. Fix: use the "
+            "checkpoint's values; or start a new run without resume_from_checkpoint, with the checkpoint as its model."
         )
 
 
@@ -379,8 +379,8 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
     text = f"the training rows have changed since the run began (then: {before}; now: {now})"
     if skips:
         raise CheckpointError(
-            f"{text}. The saved position is not valid for the new rows: some would be skipped or used twice. Fix: pass the same "
-            "rows; or set ignore_data_skip=True to start at the first row; or start a new run with the checkpoint as its model."
+            f"{text}. The saved position is invalid for the new rows: rows would be skipped or repeated. Fix: pass the same "
+            "rows; or set ignore_data_skip=True to start at the first row; or start a new run with the checkpoint as model."
         )
     logger.warning("%s. With ignore_data_skip=True the run starts at the first row.", text)
 

@@ -521,7 +521,7 @@ def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name
     """
     if rows is None:
         return None
-    fix = f"model.resize_token_embeddings({tokens}) before training, or the tokenizer that belongs to {name}."
+    fix = f"call model.resize_token_embeddings({tokens}) before training, or use the tokenizer that belongs to {name}."
     if highest is not None and highest >= rows:
         return Finding(
             "PT-K004",

@@ -541,9 +541,9 @@ def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -
     """
     why = "such a row does not contribute to the loss. A batch with only such rows has a loss of 0 or NaN."
     if dropped:
-        fix = "nothing, if this is intended. bad_rows.jsonl lists the rows."
+        fix = "do nothing if this is intended. bad_rows.jsonl lists the rows."
         return _about("PT-D030", "warning", reasons, total, "were dropped", why, fix)
-    fix = "correct them, or set bad_rows='drop' to leave them out (bad_rows.jsonl then lists them)."
+    fix = "correct these rows, or set bad_rows='drop' to remove them (bad_rows.jsonl then lists them)."
     return _about("PT-D030", "error", reasons, total, "cannot be trained", why, fix)
 
 
@@ -552,8 +552,8 @@ def doubtful_rows(reasons: Mapping[int, str], total: int) -> list[Finding]:
     are those of `bad_rows`.
     """
     why = (
-        "a conversation without an answer, a blank answer or two equal answers teach the model nothing, or teach it "
-        "to say nothing."
+        "a conversation without an answer, a blank answer or two equal answers teach the model nothing, or teach it to give "
+        "empty answers."
     )
     fix = "inspect these rows with posttrain inspect, or set bad_rows='drop' to leave them out."
     return _about("PT-D031", "warning", reasons, total, "look wrong", why, fix)

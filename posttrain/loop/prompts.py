@@ -250,7 +250,7 @@ class PromptSource:
         if limit is not None and len(longest) + completion > limit:
             raise DataError(
                 f"a prompt of {len(longest)} tokens plus {self.length_option}={completion} does not fit the model's context of "
-                f"{limit} tokens. Drop or shorten the prompt, or lower {self.length_option}. It begins: "
+                f"{limit} tokens. Drop or shorten the prompt, or lower {self.length_option}. The prompt begins: "
                 f"{self.tokenizer.decode(longest[:TOKENS_QUOTED])!r}."
             )
 

@@ -348,8 +348,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         configured = self.args.resume_from_checkpoint
         if configured and resume_from_checkpoint is None:
             logger.warning(
-                "resume_from_checkpoint=%r of the config was not passed to train(), as in transformers, so the run "
-                "starts from the beginning. Fix: call train(resume_from_checkpoint=%r).", configured, configured,
+                "resume_from_checkpoint=%r of the config has no effect on train(), as in transformers, so the run starts from "
+                "the beginning. Fix: call train(resume_from_checkpoint=%r).", configured, configured,
             )  # fmt: skip
         resume = self.checkpoints.resolve(resume_from_checkpoint, self.model)
         if resume_from_checkpoint is not None:

@@ -260,7 +260,7 @@ class WeightSync:
                 ServerUnreachable,
                 ServerBusy,
             ) as error:
-                logger.warning("%s The server is compared with the trainer after the next push.", error)
+                logger.warning("%s After the next push, the log-probs of server and trainer are compared again.", error)
                 self._pushed_at, self.parity.ended = None, None
 
     def parity_due(self, again: bool = False) -> bool:
@@ -341,7 +341,7 @@ class WeightSync:
             if finding is None or finding.severity != "error":
                 self.run.checks.report([finding])
                 return
-        logger.warning("%s: %s Pushing once more.", finding.code, finding.what)
+        logger.warning("%s: %s Pushing the weights once more.", finding.code, finding.what)
         self.engine.mark_stale()
         self._pushes += 1
         self._push()

@@ -140,8 +140,8 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
     """
     if not 0.0 < label_smoothing < 1.0:
         raise ConfigError(
-            f"label_smoothing={label_smoothing} is not valid for exo_pair, which computes the logarithm of label_smoothing. "
-            "Fix: use a value above 0 and below 1, e.g. 1e-3."
+            f"label_smoothing={label_smoothing} is not valid for the loss 'exo_pair', which computes the logarithm of "
+            "label_smoothing. Fix: use a value above 0 and below 1, e.g. 1e-3."
         )
     x = beta * (chosen - rejected)
     right = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-label_smoothing))
@@ -178,8 +178,8 @@ def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: fl
     """
     if not 0.0 <= label_smoothing < 0.5:
         raise ConfigError(
-            f"label_smoothing={label_smoothing} is not valid for robust. If half of the labels are flipped, they contain no "
-            "information, and 0.5 would divide by zero. Fix: use a value of at least 0 and below 0.5."
+            f"label_smoothing={label_smoothing} is not valid for the loss 'robust'. If half of the labels are flipped, the "
+            "labels contain no information. With 0.5, the loss divides by zero. Fix: use a value of at least 0 and below 0.5."
         )
     x = beta * (chosen - rejected)
     return (-(1 - label_smoothing) * F.logsigmoid(x) + label_smoothing * F.logsigmoid(-x)) / (1 - 2 * label_smoothing)

@@ -100,8 +100,8 @@ class BCOConfig(ComparedConfig):
     )
     prompt_sample_size: PositiveInt = option(
         1024,
-        "With embedding_func: number of prompts of good answers, and of prompts of bad answers, on which the logistic "
-        "regression is fitted that separates the two.",
+        "With embedding_func: maximum number of prompts per label on which a logistic regression is fitted. It separates "
+        "prompts of good answers from prompts of bad answers.",
     )
     min_density_ratio: NonNegativeFloat = option(
         0.5,

@@ -567,8 +567,8 @@ def warn_keep_end(truncation_mode: str) -> None:
     """
     if truncation_mode == "keep_end":
         warnings.warn(
-            "truncation_mode='keep_end' is deprecated, because it removes the beginning of long rows, and no prompt looks "
-            "like the remaining text. Fix: increase max_length, or shorten the rows of the dataset.",
+            "truncation_mode='keep_end' is deprecated, because it removes the beginning of long rows. The remaining text "
+            "begins in the middle, whereas prompts never do. Fix: increase max_length, or shorten the rows of the dataset.",
             FutureWarning,
             stacklevel=5,
         )
@@ -615,8 +615,8 @@ class PictureConfig:
     check_image_use: bool = option(
         False,
         "For online methods: check whether the model uses the images. Each evaluation samples a second time, with every row's "
-        "images replaced by those of another row, and logs the warning PT-G017 if the reward does not change. This doubles "
-        "the sampling time of evaluations.",
+        "images replaced by the images of another row, and logs the warning PT-G017 if the reward does not change. This "
+        "doubles the sampling time of evaluations.",
     )
     image_cache_gb: NonNegativeFloat = option(
         1.0,

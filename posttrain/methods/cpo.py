@@ -32,7 +32,7 @@ class CPOConfig(UnreadFields, AnswerConfig):
         "answer. 'sigmoid': DPO's loss without a reference model. 'hinge': like 'sigmoid', but pairs with a gap above 1 / "
         "beta have no gradient. 'ipo': moves the gap per token to a target value. 'simpo': DPO's loss on the gap per token "
         "minus the margin simpo_gamma / beta. For SimPO as published, also set cpo_alpha=0 and a beta from 2 to 2.5. "
-        "'alphapo': same as 'simpo' with cpo_alpha=0 and a reward that alpha transforms.",
+        "'alphapo': same as 'simpo', but with cpo_alpha=0, and alpha transforms the reward.",
     )
     cpo_alpha: NonNegativeFloat = option(
         1.0,

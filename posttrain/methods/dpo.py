@@ -39,12 +39,12 @@ class DPOConfig(PictureConfig, ComparedConfig):
                 "'exo_pair': reverse KL divergence from the smoothed label. 'nca_pair': like DPO, but also prevents chosen "
                 "answers from becoming less likely. 'robust': DPO for labels that are wrong with the probability "
                 "label_smoothing. 'bco_pair': classifies each answer by its score. 'sppo_hard': moves each score to a target "
-                "value. 'aot': compares the sorted differences of log-probs under the policy with those under the reference. "
-                "'aot_unpaired': compares the sorted chosen scores of the batch with its sorted rejected scores. 'apo_zero': "
-                "makes chosen answers more likely and rejected answers less likely. 'apo_down': makes both less likely, "
-                "rejected answers more so. 'discopop': mixture of the logistic and the exponential loss (DiscoPOP). 'sft': "
-                "negative log-likelihood of chosen answers. 'sigmoid_norm': DPO on log-ratios per token. Formulas are in "
-                "docs/losses.md."
+                "value. 'aot': compares the sorted differences of log-probs (chosen - rejected) of the policy with the sorted "
+                "differences of the reference. 'aot_unpaired': compares the sorted chosen scores of the batch with its sorted "
+                "rejected scores. 'apo_zero': makes chosen answers more likely and rejected answers less likely. 'apo_down': "
+                "makes both answers less likely, and rejected answers more strongly. 'discopop': mixture of the logistic and "
+                "the exponential loss (DiscoPOP). 'sft': negative log-likelihood of chosen answers. 'sigmoid_norm': DPO on "
+                "log-ratios per token. Formulas are in docs/losses.md."
             )
         },
     )
@@ -53,14 +53,14 @@ class DPOConfig(PictureConfig, ComparedConfig):
     )
     ld_alpha: Share | None = option(
         None,
-        "Length desensitization (LD-DPO): weight, from 0 to 1, of those tokens of the longer answer that are beyond the "
-        "length of the shorter answer. A smaller weight reduces the preference for long answers, and 0 ignores these tokens. "
-        "None: the weight is 1, which is plain DPO. loss_type='sft' does not use it.",
+        "Length desensitization (LD-DPO): weight of the tokens of the longer answer beyond the length of the shorter answer, "
+        "from 0 to 1. A smaller weight reduces the preference for long answers, and 0 ignores these tokens. None: the weight "
+        "is 1, which is plain DPO. loss_type='sft' does not use it.",
     )
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = option(
         "reverse_kl",
         "Divergence between policy and reference model that regularizes the loss (f-DPO). 'reverse_kl': plain DPO. "
-        "'forward_kl': keeps all answers likely that are likely under the reference model. 'js_divergence': a compromise "
+        "'forward_kl': keeps answers likely if they are likely under the reference model. 'js_divergence': a compromise "
         "between reverse and forward KL. 'alpha_divergence': a compromise whose position is set by f_alpha_divergence_coef. "
         "Values other than 'reverse_kl' need a loss that depends only on the difference of chosen and rejected scores: "
         "sigmoid, sigmoid_norm, hinge, ipo, exo_pair, robust or discopop.",
@@ -112,9 +112,9 @@ class DPOConfig(PictureConfig, ComparedConfig):
             raise ConfigError(
                 f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type}. Fix: remove "
                 "label_smoothing, or set loss_type='robust', which is designed for noisy labels. Note for scripts of TRL 0.7 "
-                "to 0.28: there, 'sigmoid' with label_smoothing e was conservative DPO, (1 - e) * loss + e * loss of the "
-                "flipped pair. 'robust' instead subtracts the second term and divides by 1 - 2 e. For conservative DPO, call "
-                "posttrain.losses.preference.smoothed_sigmoid in objective(outputs, batch) of a subclass (docs/hooks.md)."
+                "to 0.28: in these releases, 'sigmoid' with label_smoothing e was conservative DPO, (1 - e) * loss + e * loss "
+                "of the flipped pair. 'robust' instead subtracts the second term and divides by 1 - 2 e. For conservative DPO, "
+                "call posttrain.losses.preference.smoothed_sigmoid in objective(outputs, batch) of a subclass (docs/hooks.md)."
             )
         if "robust" in smoothed and not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"label_smoothing={self.label_smoothing} with 'robust' must be in [0, 0.5).")
@@ -135,8 +135,8 @@ class DPOConfig(PictureConfig, ComparedConfig):
         if self.f_divergence_type != "reverse_kl" and unlinked:
             raise ConfigError(
                 f"f_divergence_type={self.f_divergence_type!r} cannot be used with loss_type={unlinked}. Scores of this "
-                "divergence contain an unknown constant per prompt. It cancels in the difference of chosen and rejected "
-                "score, but these losses use each score alone. Fix: remove f_divergence_type."
+                "divergence contain an unknown constant per prompt. This constant cancels in the difference of chosen and "
+                "rejected score, but these losses use each score alone. Fix: remove f_divergence_type."
             )
         coefficient = type(self).__dataclass_fields__["f_alpha_divergence_coef"].default
         if self.f_divergence_type != "alpha_divergence" and self.f_alpha_divergence_coef != coefficient:

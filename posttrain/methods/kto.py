@@ -42,7 +42,7 @@ class KTOConfig(PictureConfig, ComparedConfig):
         1.0,
         "Weight of good answers, at least 0. If the numbers of good and bad answers differ, set desirable_weight or "
         "undesirable_weight so that (desirable_weight x number of good answers) / (undesirable_weight x number of bad "
-        "answers) is between 1 and 1.33. If it is not, a warning shows suitable values.",
+        "answers) is between 1 and 1.33. If the ratio is outside this range, a warning shows suitable values.",
     )
     undesirable_weight: NonNegativeFloat = option(1.0, "Weight of bad answers, at least 0. See desirable_weight.")
 

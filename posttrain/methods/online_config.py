@@ -126,8 +126,8 @@ class GenerationFields:
     )
     pad_to_multiple_of: int | str | None = option(
         None,
-        "Round the length of batch rows up to a multiple of this number of tokens. None or 'auto': no rounding. Only "
-        "FlexAttention then still uses multiples of 128, which it needs.",
+        "Round the length of batch rows up to a multiple of this number of tokens. None or 'auto': lengths are not rounded, "
+        "except with FlexAttention, which needs multiples of 128.",
     )
     ds3_gather_for_generation: bool = option(
         True,
@@ -150,7 +150,7 @@ class VllmFields:
     vllm_mode: Literal["server", "colocate"] = option(
         "colocate",
         "Where vLLM runs. 'colocate': in the trainer's process, on the same GPUs. 'server': on rollout servers, which you "
-        "start before the training with posttrain serve or vllm serve.",
+        "start with posttrain serve or vllm serve before the run.",
     )
     vllm_model_impl: str = option(
         "vllm",
@@ -252,7 +252,7 @@ class ReferenceFields:
         0.0,
         "Weight of the KL penalty, which keeps the policy close to the reference model. 0: there is no penalty and no "
         "reference model is loaded, which saves memory. DeepSeek-R1 uses 0.001. Increase it if the model loses abilities that "
-        "it had before the training.",
+        "it had before training.",
     )
     sync_ref_model: bool = option(
         False,
@@ -261,8 +261,8 @@ class ReferenceFields:
     )
     ref_model_mixup_alpha: PositiveShare = option(
         0.6,
-        "With sync_ref_model: the fraction a in reference = (1 - a) * reference + a * policy, above 0 and at most 1. 1 "
-        "replaces the reference with the policy.",
+        "With sync_ref_model: mixing weight `a` in `reference = (1 - a) * reference + a * policy`. It must be above 0 and at "
+        "most 1. 1 replaces the reference with the policy.",
     )
     ref_model_sync_steps: PositiveInt = option(
         512, "With sync_ref_model: number of optimizer steps between two updates of the reference model, at least 1."
@@ -350,10 +350,10 @@ class VllmSyncFields:
     )
     weight_parity_every: NonNegativeInt | None = option(
         None,
-        "How often the log-probs of engine and trainer are compared, to verify that the engine has the trainer's weights: "
-        "after every N-th weight update of the engine. None: as often as possible within 1 % of the run's time. 0: no regular "
-        "comparisons. Regardless of this number, the log-probs are compared after the first update, and after each update "
-        "until training has changed the weights.",
+        "Compare the log-probs of engine and trainer after every N-th weight update of the engine, to verify that the engine "
+        "has the trainer's weights. None: as often as possible within 1 % of the run's time. 0: no regular comparisons. "
+        "Regardless of this number, the log-probs are compared after the first update, and after each update until training "
+        "has changed the weights.",
     )
     allow_biased_is: bool = option(
         False,
@@ -516,13 +516,13 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     )
     balance_ranks: bool = option(
         True,
-        "Exchange completions between processes so that all processes train on similar numbers of tokens and none has to "
+        "Exchange completions between processes so that all processes train on similar numbers of tokens and no process has to "
         "wait. Completions are exchanged only if this saves time. The gradient does not change.",
     )
     stop_without_signal: PositiveInt | None = option(
         None,
-        "Number of consecutive generations in which all advantages are 0, after which the run ends with an error. None: the "
-        "run continues with a warning.",
+        "End the run with an error after this number of consecutive generations in which all advantages are 0. None: the run "
+        "continues with a warning.",
     )
     log_completions: bool = option(
         False,

@@ -249,8 +249,8 @@ class AnswerConfig(PostTrainingConfig):
     )
     mask_inner_turns: bool = option(
         False,
-        "Exclude user turns and tool results within an answer from the loss. False: they are trained like text of the model, "
-        "and a warning is logged. Set it to True if answers contain tool calls.",
+        "Exclude user turns and tool results within an answer from the loss. False: the loss includes them like the model's "
+        "own text, and a warning is logged. Set it to True if answers contain tool calls.",
     )
     dataset_num_proc: PositiveInt | None = option(
         None,
@@ -258,8 +258,8 @@ class AnswerConfig(PostTrainingConfig):
     )
     pad_to_multiple_of: int | str | None = option(
         None,
-        "Round the length of batch rows up to a multiple of this number of tokens. None or 'auto': no rounding. Only "
-        "FlexAttention then still uses multiples of 128, which it needs.",
+        "Round the length of batch rows up to a multiple of this number of tokens. None or 'auto': lengths are not rounded, "
+        "except with FlexAttention, which needs multiples of 128.",
     )
     beta: PositiveFloat = option(
         0.1,
@@ -344,8 +344,8 @@ class ComparedConfig(AnswerConfig):
     precompute_ref_batch_size: PositiveInt | None = option(
         None,
         "With precompute_ref_log_probs: number of rows per forward pass of the reference model. None: "
-        "per_device_train_batch_size. No gradients are computed in these passes, so there is memory for a larger number, "
-        "which is faster.",
+        "per_device_train_batch_size. These passes compute no gradients, so more rows fit into memory. A larger number is "
+        "faster.",
     )
     sync_ref_model: bool = option(
         False,
@@ -354,8 +354,8 @@ class ComparedConfig(AnswerConfig):
     )
     ref_model_mixup_alpha: PositiveShare = option(
         0.6,
-        "With sync_ref_model: the fraction a in reference = (1 - a) * reference + a * policy, above 0 and at most 1. 1 "
-        "replaces the reference with the policy.",
+        "With sync_ref_model: mixing weight `a` in `reference = (1 - a) * reference + a * policy`. It must be above 0 and at "
+        "most 1. 1 replaces the reference with the policy.",
     )
     ref_model_sync_steps: PositiveInt = option(
         512, "With sync_ref_model: number of optimizer steps between two updates of the reference model, at least 1."

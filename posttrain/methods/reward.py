@@ -37,8 +37,8 @@ class RewardConfig(PostTrainingConfig):
     )
     eos_token: str | None = option(
         None,
-        "End-of-sequence token to use instead of the tokenizer's own one. It must be in the tokenizer's vocabulary. "
-        "None: the tokenizer's own end-of-sequence token.",
+        "End-of-sequence token to use instead of the tokenizer's default. It must be in the tokenizer's vocabulary. None: the "
+        "tokenizer's default.",
     )
     max_length: PositiveInt | None = option(
         1024,
@@ -57,8 +57,8 @@ class RewardConfig(PostTrainingConfig):
     )
     pad_to_multiple_of: int | str | None = option(
         None,
-        "Round the length of batch rows up to a multiple of this number of tokens. None or 'auto': no rounding. Only "
-        "FlexAttention then still uses multiples of 128, which it needs.",
+        "Round the length of batch rows up to a multiple of this number of tokens. None or 'auto': lengths are not rounded, "
+        "except with FlexAttention, which needs multiples of 128.",
     )
 
 

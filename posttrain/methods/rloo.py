@@ -45,7 +45,7 @@ class RLOOConfig(PictureConfig, OnlineConfig):
     num_generations: PositiveInt = option(
         2,
         "Number of completions sampled per prompt, at least 2. The baseline of a completion is the mean reward of the other "
-        "completions of its prompt, so more completions make it less noisy. It must divide generation_batch_size.",
+        "completions of its prompt, so more completions make it less noisy. The number must divide generation_batch_size.",
     )
     beta: NonNegativeFloat = option(
         0.05,

@@ -48,8 +48,8 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
     )
     eos_token: str | None = option(
         None,
-        "End-of-sequence token to use instead of the tokenizer's own one. It must be in the tokenizer's vocabulary. "
-        "None: the tokenizer's own end-of-sequence token.",
+        "End-of-sequence token to use instead of the tokenizer's default. It must be in the tokenizer's vocabulary. None: the "
+        "tokenizer's default.",
     )
     chat_template_path: str | None = option(
         None,
@@ -66,7 +66,7 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
     truncation_mode: Literal["keep_start", "keep_end"] = option(
         "keep_start",
         "Which part of a row is kept if the row is longer than max_length. 'keep_start': the beginning. 'keep_end': the end. "
-        "'keep_end' is deprecated, because truncated rows then begin in the middle of a text, which no prompt does.",
+        "'keep_end' is deprecated, because truncated rows then begin in the middle of a text, whereas prompts never do.",
     )
     completion_only_loss: bool | None = option(
         None,
@@ -115,8 +115,8 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
     )
     pad_to_multiple_of: int | str | None = option(
         None,
-        "Round the length of batch rows up to a multiple of this number of tokens. None or 'auto': no rounding. Only "
-        "FlexAttention then still uses multiples of 128, which it needs.",
+        "Round the length of batch rows up to a multiple of this number of tokens. None or 'auto': lengths are not rounded, "
+        "except with FlexAttention, which needs multiples of 128.",
     )
 
     def __post_init__(self) -> None:

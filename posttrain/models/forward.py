@@ -164,7 +164,7 @@ def _attention(
     model: nn.Module, inner: nn.Module, batch: Batch, seen: PassInputs, split: TokenSplit | None = None
 ) -> dict[str, Any]:
     if learns_prompts(model):
-        assert batch.one_sequence_a_row, "virtual tokens need one sequence a row"
+        assert batch.one_sequence_a_row, "virtual tokens need one sequence per row"
         return {"attention_mask": batch.real.long()}
     inputs = attention_inputs(batch, inner, next(inner.parameters()).dtype, seen.span, split)
     return inputs | ({} if seen.position_ids is None else {"position_ids": seen.position_ids})

@@ -433,16 +433,16 @@ def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
     if getattr(used, "peft_type", None) == "TRAINABLE_TOKENS":
         without = "" if peft_config is not None else "pass the model without this adapter, and "
         raise ConfigError(
-            "with TrainableTokensConfig, the classification head would be neither trained nor saved, because peft supports no "
-            f"modules_to_save there. Fix: {without}set peft_config=LoraConfig(target_modules='all-linear', "
+            "with TrainableTokensConfig, the classification head would be neither trained nor saved, because peft does not "
+            f"support modules_to_save with this config. Fix: {without}set peft_config=LoraConfig(target_modules='all-linear', "
             f"trainable_token_indices={vars(used).get('token_indices')}), with which the head is trained and saved too."
         )
     head = score_layer(causal_lm(model)) if peft_config is None and used is not None else None
     if head is not None and not any(parameter.requires_grad for parameter in head.parameters()):
         logger.warning(
             "the classification head of this PeftModel is neither trained nor saved. If the head is new, its values are random, "
-            "and a loaded adapter would have another head. Fix: use task_type='SEQ_CLS' in the adapter's config, or list the "
-            "head in modules_to_save."
+            "and an adapter that is loaded later would have a different head. Fix: use task_type='SEQ_CLS' in the adapter's "
+            "config, or list the head in modules_to_save."
         )
     if peft_config is None or not hasattr(peft_config, "modules_to_save"):
         return peft_config

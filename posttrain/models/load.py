@@ -118,16 +118,16 @@ class ModelConfig:
     )
     use_dora: bool = option(
         False,
-        "Train the magnitude of the weights separately from their direction (DoRA). It can improve small ranks and is slower "
-        "than LoRA.",
+        "Train the magnitude of the weights separately from their direction (DoRA). It can improve results with small ranks "
+        "and is slower than LoRA.",
     )
     load_in_8bit: bool = option(
         False,
-        "Load the weights in 8 bits with bitsandbytes. Only adapters can be trained then. It excludes load_in_4bit.",
+        "Load the weights in 8 bits with bitsandbytes. Then only adapters can be trained. It contradicts load_in_4bit.",
     )
     load_in_4bit: bool = option(
         False,
-        "Load the weights in 4 bits with bitsandbytes (QLoRA). Only adapters can be trained then. It excludes load_in_8bit.",
+        "Load the weights in 4 bits with bitsandbytes (QLoRA). Then only adapters can be trained. It contradicts load_in_8bit.",
     )
     bnb_4bit_quant_type: Literal["fp4", "nf4"] = option(
         "nf4",
@@ -188,7 +188,7 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
         ]
         if unread:
             logger.warning(
-                "%s: ignored without use_peft. The whole model is trained. To train an adapter, pass --use_peft.",
+                "Ignored without use_peft: %s. The whole model is trained. To train an adapter, pass --use_peft.",
                 ", ".join(unread),
             )
         return None
@@ -251,7 +251,7 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
     if not folder.is_dir():
         raise ModelError(f"model={model!r} is not a folder. Fix: pass a hub id or folder with config.json and weights.")
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-        raise ModelError(f"the model folder {model!r} has no config.json, only {sorted(os.listdir(folder))[:10]}.")
+        raise ModelError(f"the model folder {model!r} has no config.json. Files: {sorted(os.listdir(folder))[:10]}.")
     weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
     if (folder / "adapter_config.json").is_file() and not weights:
         raise ModelError(
@@ -400,9 +400,9 @@ def create_model_from_path(
             raise
         labels = f", with num_labels={kwargs['num_labels']}" if "num_labels" in kwargs else ""
         raise ModelError(
-            f"weights of the checkpoint {model_id!r} have other shapes than {loaded.__name__} has by its config.json and "
-            f"model_init_kwargs{labels}. Fix: use the config.json that belongs to the checkpoint, and remove sizes from "
-            "model_init_kwargs."
+            f"weights of the checkpoint {model_id!r} do not have the shapes that {loaded.__name__} expects according to "
+            f"config.json and model_init_kwargs{labels}. Fix: use the config.json that belongs to the checkpoint, and remove "
+            "sizes from model_init_kwargs."
         ) from error
     except safetensors.SafetensorError as error:
         raise ModelError(
@@ -595,8 +595,8 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
         ) from error
     if vars(peft_config).get("init_lora_weights") == "eva":
         logger.warning(
-            "init_lora_weights='eva' is trained like ordinary LoRA until peft.initialize_lora_eva_weights was called. Call it "
-            "on the model of peft.get_peft_model, and pass this model to the trainer."
+            "init_lora_weights='eva' is trained like ordinary LoRA until peft.initialize_lora_eva_weights is called. Call this "
+            "function on the model of peft.get_peft_model, and pass this model to the trainer."
         )
     effects = {
         "target_modules": "get no adapter",
@@ -879,7 +879,7 @@ def _check_recurrent_layers(model: Module, moved: bool) -> None:
     unread = convolutions + [name for name, _ in named if name.endswith(".dt_proj")]
     if not unread:
         return
-    what = f"the adapter of {unread[0]} has no effect, because the recurrent layer uses its weight without calling it"
+    what = f"the adapter of {unread[0]} has no effect: the recurrent layer uses this module's weight without calling it"
     names = sorted({name.rsplit(".", 1)[-1] for name in unread})
     if convolutions or moved:
         raise ConfigError(
@@ -893,13 +893,13 @@ def _check_kind(config: PeftConfig) -> None:
     kind = adapter_kind(config)
     if kind in NEEDS_MORE:
         raise ConfigError(
-            f"{kind} adapters need {NEEDS_MORE[kind]}, which is not implemented. Fix: use LoRA, or another peft method."
+            f"{kind} adapters need {NEEDS_MORE[kind]}. This is not implemented. Fix: use LoRA, or another peft method."
         )
     for name, need in NEEDS_MORE_WITH.items():
         value = getattr(config, name, None)
         if value or (type(value) is int and name == "generator_seed"):
             raise ConfigError(
-                f"{kind} adapters with {name}={value!r} need {need}, which is not implemented. Fix: remove {name}, or use "
+                f"{kind} adapters with {name}={value!r} need {need}. This is not implemented. Fix: remove {name}, or use "
                 "another peft method."
             )
 
@@ -1149,7 +1149,7 @@ def _set_special_tokens(tokenizer: Tokenizer, source: Any) -> None:
             return
     if old_pad is not None:
         logger.warning(
-            "the pad token %r has become the eos token as well, and neither tokenizer has another token to pad with. Set "
+            "the pad token %r is now also the eos token, and neither tokenizer has another token to pad with. Set "
             "tokenizer.pad_token.",
             old_pad,
         )

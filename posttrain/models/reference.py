@@ -182,7 +182,7 @@ def _check_own_weights(model: nn.Module, reference: nn.Module) -> None:
     if shared:
         raise ConfigError(
             f"ref_model contains trained weights of the model: {shared[0]}. peft.get_peft_model changes its base model in place, "
-            "so the base model contains the adapter too. Fix: leave ref_model out, or load the reference a second time."
+            "so the base model contains the adapter too. Fix: remove ref_model, or load the reference a second time."
         )
 
 

@@ -184,9 +184,8 @@ def check_vocabulary(tokenizer: Tokenizer, model: nn.Module, role: str) -> None:
     other = min((i for i, token in theirs.items() if ours.get(i, token) != token), default=None)
     if other is not None:
         raise ModelError(
-            f"{role} gets the policy's token ids, but it has another vocabulary: id {other} is "
-            f"{ours[other]!r} for the policy and {theirs[other]!r} for this model. Fix: use a model of the same family, or score "
-            "texts with a reward function."
+            f"{role} gets the policy's token ids, but its vocabulary differs: id {other} is {ours[other]!r} for the policy and "
+            f"{theirs[other]!r} for this model. Fix: use a model of the same family, or score texts with a reward function."
         )
 
 

@@ -332,7 +332,7 @@ def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
     silent = judged and all(verdict.answer in (UNPARSEABLE, SKIPPED) for verdict in verdicts)
     _silent_batches = _silent_batches + 1 if silent else 0
     if _silent_batches == SILENT_BATCHES:
-        hint = " Its reasoning is in <think>: use reasoning_accuracy_reward." if "<think>" in judged[0] else ""
+        hint = " The model's reasoning is in <think>: use reasoning_accuracy_reward." if "<think>" in judged[0] else ""
         logger.warning(
             "accuracy_reward found no answer in any completion of %d batches. It accepts \\boxed{42} or 'The final "
             "answer is $42$', but the model writes: %r.%s Fix: request one of these formats in the prompt, or pass lenient=True.",

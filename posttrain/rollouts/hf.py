@@ -219,8 +219,8 @@ class HFEngine(RolloutEngine):
                 self._warned = True
                 logger.warning(
                     "completions may exceed %d tokens, where rope_type='longrope' changes the rotary frequencies: "
-                    "earlier tokens are sampled with the frequencies for short sequences, but training uses those for "
-                    "long sequences. Such requests are sampled one by one. Keep prompt and completion within %d tokens to "
+                    "earlier tokens are sampled with the frequencies for short sequences, but training uses the frequencies "
+                    "for long sequences. Such requests are sampled one by one. Keep prompt and completion within %d tokens to "
                     "avoid this.", switch, switch,
                 )  # fmt: skip
             images = () if encoder is None else encoder.call_key(i, request.pictures)

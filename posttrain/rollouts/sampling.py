@@ -90,7 +90,7 @@ def generation_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     if "stop_strings" in chosen:
         strings = [chosen["stop_strings"]] if isinstance(chosen["stop_strings"], str) else chosen["stop_strings"]
         if not isinstance(strings, list | tuple) or not all(isinstance(x, str) and x for x in strings):
-            raise _wrong("stop_strings", chosen["stop_strings"], "a text or a list of texts, none of them empty")
+            raise _wrong("stop_strings", chosen["stop_strings"], "a nonempty text, or a list of nonempty texts")
         sampling_fields["stop_strings"] = tuple(strings)
     bias = _bias(chosen.get("logit_bias", {})) + tuple((i, NEVER) for i in _ids("suppress_tokens", chosen))
     return sampling_fields | ({"logit_bias": bias} if bias else {})
@@ -102,7 +102,7 @@ def _wrong(name: str, value: object, kind: str) -> ConfigError:
 
 def _count(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise _wrong(name, value, "a whole number from 0 on")
+        raise _wrong(name, value, "an integer of at least 0")
     return value
 
 
@@ -118,7 +118,7 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError) as error:
         raise _wrong("logit_bias", value, "a dict of token ids and numbers, or a list of such pairs") from error
     if any(token < 0 or not math.isfinite(added) for token, added in bias.items()):
-        raise _wrong("logit_bias", value, "of ids from 0 on and of finite numbers (suppress_tokens forbids tokens)")
+        raise _wrong("logit_bias", value, "ids of at least 0 with finite numbers (suppress_tokens forbids tokens)")
     return tuple(bias.items())
 
 

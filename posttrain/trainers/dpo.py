@@ -106,7 +106,7 @@ class DPOTrainer(PreferenceTrainer):
         )
         if self.method.traits.single_pass and self.args.per_device_train_batch_size < 4:
             logger.warning(
-                "loss_type=%s sorts the pairs in the batch of a device, but per_device_train_batch_size=%d gives only few "
-                "pairs. Use a larger batch size.",
+                "loss_type=%s sorts the pairs in the batch of a device, but per_device_train_batch_size=%d gives each batch "
+                "only few pairs. Use a larger batch size.",
                 self.args.loss_type, self.args.per_device_train_batch_size,
             )  # fmt: skip

@@ -154,7 +154,7 @@ class GRPOTrainer(OnlineTrainer):
         if args.log_completions_hub_repo:
             self.add_callback(CompletionsHubCallback(args.log_completions_hub_repo))
         if dropout := _active_dropout(self.model):
-            fix = "Train a different adapter than PVeRA" if "PVeRA" in dropout else "Set disable_dropout=True"
+            fix = "Replace PVeRA with another adapter type" if "PVeRA" in dropout else "Set disable_dropout=True"
             logger.warning(
                 "%s is active during training, so the policy's log-probs contain random noise, but the old log-probs in the "
                 "importance ratio do not. %s.", dropout, fix,

@@ -231,4 +231,4 @@ def test_other_commands_refuse_words_too(capsys, command):
 def test_options_of_an_adapter_that_is_not_trained_are_told(tiny_model_dir, tmp_path, caplog):
     (tmp_path / "rows.jsonl").write_bytes(lines(CHAT))
     assert run(tmp_path, tiny_model_dir, "sft", tmp_path / "rows.jsonl", "--lora_r", "8", "--use_dora") == 0
-    assert "lora_r=8, use_dora=True: ignored without use_peft. The whole model is trained" in caplog.text
+    assert "Ignored without use_peft: lora_r=8, use_dora=True. The whole model is trained" in caplog.text

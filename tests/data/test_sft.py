@@ -74,7 +74,7 @@ def test_rows_are_dropped_by_reason(tiny_tokenizer, caplog):
     ("row", "match"),
     [
         ({"text": 3}, r"row 1: column 'text' must be a string, not int: '3'"),
-        ({"text": None}, r"row 1: the row needs one of: .*Columns \['text'\] are None here"),
+        ({"text": None}, r"row 1: the row needs one of: .*Columns \['text'\] are None in this row"),
         ({"prompt": "q", "completion": [{"role": "assistant", "content": "a"}]}, "row 1: prompt and completion .*str and list"),
         ({"messages": [{"role": "user", "text": "q"}]}, r"row 1: message 0 \(role 'user'\) has no content. .*\['role', 'text'\]"),
         ({"messages": [{"role": "assistant", "content": None}]}, r"row 1: message 0 \(role 'assistant'\) has no content"),

@@ -33,7 +33,7 @@ def test_settings_for_loading_are_ignored_aloud(method, tiny_tokenizer, tmp_path
         trainer = GRPOTrainer(model, letters, config, train_dataset=data, **given)
     assert trainer.model is model
     for name in ("quantization_config", "model_init_kwargs"):
-        assert caplog.text.count(f"{name} is ignored because the model was passed as an object") == 1
+        assert caplog.text.count(f"{name} is ignored, because the model was passed as an object") == 1
 
 
 def kinds_of_a_run(folder, tokenizer, **settings):

@@ -539,13 +539,13 @@ def test_an_empty_completion_does_not_make_nan(name):
 
 @pytest.mark.parametrize("eps", [0.0, 1.0, -0.1])
 def test_exo_refuses_a_smoothing_without_a_logarithm(eps):
-    with pytest.raises(ConfigError, match=f"label_smoothing={eps} is not valid for exo_pair"):
+    with pytest.raises(ConfigError, match=f"label_smoothing={eps} is not valid for the loss 'exo_pair'"):
         exo_pair(A, B, beta=0.1, label_smoothing=eps)
 
 
 @pytest.mark.parametrize("eps", [0.5, 0.7, -0.1])
 def test_robust_refuses_a_smoothing_of_half_or_more(eps):
-    with pytest.raises(ConfigError, match=f"label_smoothing={eps} is not valid for robust"):
+    with pytest.raises(ConfigError, match=f"label_smoothing={eps} is not valid for the loss 'robust'"):
         robust(A, B, beta=0.1, label_smoothing=eps)
 
 

@@ -205,9 +205,9 @@ def test_a_reward_model_needs_a_head_with_one_label(tiny_model_dir, tmp_path):
     with raises(ModelError, "has no weights for score.weight, so its scores would be random"):
         load_classifier(tiny_model_dir, num_labels=1, new_head=False)
     load_classifier(tiny_model_dir, num_labels=3).save_pretrained(tmp_path)
-    with raises(ModelError, "have other shapes than", "with num_labels=1"):
+    with raises(ModelError, "do not have the shapes that", "with num_labels=1"):
         load_classifier(str(tmp_path), num_labels=1)
-    with raises(ModelError, "have other shapes than", "with num_labels=1"):
+    with raises(ModelError, "do not have the shapes that", "with num_labels=1"):
         ModelReward(str(tmp_path))
 
 

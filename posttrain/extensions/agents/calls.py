@@ -343,7 +343,7 @@ class Policy:
             raise CallError("The engine of this run does not support stop strings. Fix: remove stop.", param="stop")
         top = (body.top_logprobs if isinstance(body, ChatBody) else body.logprobs) or 0
         if top and "top_logps" in self.unsupported:
-            raise CallError("The engine of this run does not return log-probs of other tokens.", param="top_logprobs")
+            raise CallError("This engine returns only the log-probs of sampled tokens.", param="top_logprobs")
         bias = tuple(sorted((body.logit_bias or {}).items()))
         if bias:
             raise CallError(

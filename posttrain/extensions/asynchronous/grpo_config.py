@@ -82,8 +82,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     )
     max_staleness: NonNegativeInt = option(
         4,
-        "Maximum staleness of a rollout when it arrives. Staleness is the number of weight versions by which "
-        "its weights are older than the trainer's. 0 is on-policy. A larger value keeps workers busy, but uses older rollouts.",
+        "Maximum staleness of a rollout when it arrives. Staleness is the number of weight versions between the rollout's "
+        "weights and the trainer's weights. 0 is on-policy. A larger value keeps workers busy, but uses older rollouts.",
     )
     max_staleness_hard: NonNegativeInt | None = option(
         None,
@@ -93,7 +93,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     staleness_policy: Literal["drop", "pace"] = option(
         "drop",
         "How staleness is limited. 'drop': sample as many rollouts as possible, and discard rollouts that become too old. "
-        "'pace': sample only as many rollouts as training can use in time, so that none is discarded.",
+        "'pace': sample only as many rollouts as training can use in time, so that no rollout is discarded.",
     )
     queue_maxsize: PositiveInt = option(
         1024, "Maximum number of finished rollouts in the queue. It must be at least num_generations."

@@ -232,7 +232,7 @@ class MismatchGuard:
             raise RolloutError(
                 f"policy and sampler differ by {kl:.3g} nats per token. This difference has again been above {self.limit:g} "
                 f"for {self.patience} steps, although weights were pushed and the queue was emptied. Lower learning_rate or "
-                "max_staleness, and check that the engine uses this temperature and these weights."
+                "max_staleness, and check that the engine uses the trainer's temperature and weights."
             )
         logger.warning(
             "the mismatch KL of policy and sampler is %.3g, above %g for %d steps: the update is skipped, weights "

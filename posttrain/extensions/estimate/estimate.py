@@ -44,9 +44,9 @@ def run(argv: list[str]) -> int:
     parser.add_argument("trainer", metavar="TRAINER", help="a training command: " + ", ".join(sorted(TRAINING)))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument(
-        "--prompt_tokens", type=_length, metavar="N", help="tokens of the longest prompt, instead of reading data"
+        "--prompt_tokens", type=_length, metavar="N", help="length of the longest prompt in tokens; data is not read"
     )
-    parser.add_argument("--completion_tokens", type=_length, metavar="N", help="tokens of the longest completion")
+    parser.add_argument("--completion_tokens", type=_length, metavar="N", help="length of the longest completion")
     options, rest = parser.parse_known_args(argv)
     plan = estimate(Subject(options.trainer, rest), given=(options.prompt_tokens, options.completion_tokens))
     sys.stdout.write(json.dumps(plan, indent=1) + "\n" if options.json else screen(plan))

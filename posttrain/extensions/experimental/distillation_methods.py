@@ -62,7 +62,7 @@ def _template_rule(
     shown, known = (
         " and ".join(f"{{{name}}}" for name in names) for names in (needed, dict.fromkeys((*needed, *optional)))
     )
-    other = "" if len(needed) == len(known.split(" and ")) else f", of {known}"
+    other = "" if len(needed) == len(known.split(" and ")) else f" (allowed: {known})"
     rule = f"must contain {shown}{other}; write other braces twice"
     return field, set(needed) <= fields <= {*needed, *optional}, rule
 
@@ -82,7 +82,7 @@ def _require_context(dataset: AnyDataset, name: str) -> None:
         "reverse_kl_top_1_mode": ("sampled", "Set loss_top_k above 1 to use the student's most likely ids."),
         "use_teacher_server": (False, "Set teacher_model_server_url to the address of the server."),
     },
-    loss_top_k=(1, "With 'jsd': number of token ids per position in the divergence, see DistillationConfig. 0: all."),
+    loss_top_k=(1, "With 'jsd': number of token ids per position in the divergence, see DistillationConfig. 0: all ids."),
     max_length=1024, disable_dropout=True,
     vllm_server_port=8001,
 )  # fmt: skip
@@ -137,7 +137,7 @@ class IWOPD(Distillation):
 
 @config
 @preset(
-    loss_top_k=(1, "Number of token ids per position that servers return. beta=0 accepts any number, else it must be 1."),
+    loss_top_k=(1, "Number of token ids per position that servers return. It must be 1, except with beta=0."),
     vllm_server_port=8001,
     unread={"reverse_kl_top_1_mode": ("sampled", "A server scores only the tokens of the completion.")},
 )  # fmt: skip
@@ -200,7 +200,7 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
     )
     length_normalization: bool = option(
         True,
-        "Divide the discounted sum of rewards by the sum of the discounts, so that it does not grow with the length.",
+        "Divide the discounted sum of rewards by the sum of the discounts, so that the result does not grow with the length.",
     )
 
     def __post_init__(self) -> None:
@@ -245,7 +245,7 @@ class MiniLLM(Distillation):
 @config
 @preset(
     learning_rate=5e-5, max_prompt_length=512, num_generations=8,
-    teacher_model_kind=("base", "Weights of the teacher: 'live': current; 'base': initial; 'ema': moving average."),
+    teacher_model_kind=("base", "Teacher: the student with current ('live'), initial ('base') or averaged ('ema') weights."),
     max_completion_length=(256, "Maximum number of tokens of a completion, including the end token."),
     disable_dropout=(True, "Set every dropout probability of the model to 0, so that equal inputs give equal log-probs."),
     unread={
@@ -351,8 +351,8 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
 
     distillation_weight: Share = option(
         1.0,
-        "Weight w of the distillation loss in (1 - w) * policy loss + w * distillation loss, from 0 to 1. 1: no policy loss. "
-        "0: GRPO.",
+        "Weight `w` of the distillation loss, from 0 to 1. The loss is `(1 - w) * policy loss + w * distillation loss`. 1: no "
+        "policy loss. 0: GRPO.",
     )
     max_reprompt_len: PositiveInt = option(
         10240,
@@ -369,11 +369,11 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
     )
     solution_template: str = option(
         "\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
-        "Template of {solution}. {successful_previous_attempt} is replaced with the successful completion.",
+        "Text that replaces {solution}. In this text, {successful_previous_attempt} stands for the successful completion.",
     )
     feedback_template: str = option(
         "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
-        "Template of {feedback}. {feedback_raw} is replaced with the column privileged_context.",
+        "Text that replaces {feedback}. In this text, {feedback_raw} stands for the column privileged_context.",
     )
     include_environment_feedback: bool = option(
         False, "Put the column privileged_context into the teacher's prompt as {feedback}."

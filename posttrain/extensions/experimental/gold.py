@@ -96,7 +96,7 @@ class GOLDConfig(GKDConfig):
     uld_token_merge_strategy: Literal["observed", "bayesian"] = option(
         "observed",
         "With use_uld_loss: which distribution represents a group of aligned tokens. 'observed': the distribution that "
-        "predicts its first token. 'bayesian': the distribution that predicts its last token.",
+        "predicts the group's first token. 'bayesian': the distribution that predicts the group's last token.",
     )
     uld_use_hybrid_loss: bool = option(
         False, "With use_uld_loss: use the divergence selected by beta for tokens whose bytes are in both vocabularies."

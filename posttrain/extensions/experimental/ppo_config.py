@@ -155,8 +155,8 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     )
     rollout_engine: Annotated[str, OneOf(("auto", *EXACT))] = option(
         "auto",
-        "Engine that samples responses. 'native': in process, on the trainer's weights. 'hf': transformers' generate, slow "
-        "but correct for every model. 'auto': native if it is exact for the model, else hf.",
+        "Engine that samples responses. 'native': in the trainer's process, with the trainer's weights. 'hf': transformers' "
+        "generate, slow but correct for every model. 'auto': native if it is exact for the model, else hf.",
     )
     sft_model_path: str = option(
         "EleutherAI/pythia-160m", "Folder or Hub id of the policy. Only posttrain ppo uses it, if no model is given."
@@ -220,7 +220,7 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
 
     def refused_engines(self) -> dict[str, str]:
         """Return the engines that ``rollout_engine="auto"`` must not select for PPO. Each engine is mapped to the reason."""
-        foreign = "PPO does not correct log-probs of another attention or of a copy of the weights"
+        foreign = "PPO does not correct log-probs from another attention implementation or from a copy of the weights"
         return {"vllm": foreign, "paged": foreign}
 
     def _check_stop(self) -> None:

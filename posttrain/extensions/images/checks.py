@@ -125,7 +125,7 @@ ABOUT: tuple[tuple[str, Any, str, str, str], ...] = (
      "look at the images with posttrain inspect, or convert them before training."),
     ("PT-G010", "error", "remote", "nothing is downloaded during training.",
      "download the images first, then use dataset.cast_column('images', List(Image()))."),
-    ("PT-G014", "info", "JPEG files that are stored as PNG", "dataset.map re-encodes returned images, six times larger.",
+    ("PT-G014", "info", "JPEG files that are stored as PNG", "dataset.map re-encodes returned images at six times the size.",
      "do not return the image column from the map function."),
 )  # fmt: skip
 

@@ -619,8 +619,8 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> PassIn
         ):
             raise ModelError(
                 f"{type(causal_lm(model)).__name__}: a pass has several prompts, or an answer has images. A text would "
-                "attend to all images of its row, including later images and those of other prompts. Fix: use images "
-                "only in prompts."
+                "attend to all images of its row, including later images and images of other prompts. Fix: use images only in "
+                "prompts."
             )
         return PassInputs(batch.position_ids, inputs=lambda inner: encoder.crossed(inner, batch, placed))
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids

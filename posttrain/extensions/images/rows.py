@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from posttrain.extensions.images.processors import PictureProcessor
 
 PACKED = 256  # Number of rows that are packed in one call. Their encoded images are in memory at the same time.
-HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
+HINT = "Fix: use a larger max_length (None: no limit), or smaller images. posttrain inspect shows the rows."
 LONG = "longer than max_length with their images"
 LARGE = "with an image of more than image_max_tokens or image_max_pixels"
 MANY = "with more than max_images_per_row images"

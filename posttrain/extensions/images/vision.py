@@ -594,8 +594,8 @@ def _alike(mine: PictureProcessor, theirs: PictureProcessor) -> bool:
         if (one.count, one.grid) != (other.count, other.grid):
             raise ConfigError(
                 f"two models must read the same ids, but an image of {picture.size} has {one.count} tokens (grid "
-                f"{one.grid}) with the processor of one model and {other.count} (grid {other.grid}) with that of the "
-                "other. Fix: use the same sizes in the settings of both processors, or GOLD with use_uld_loss=True."
+                f"{one.grid}) with the processor of one model and {other.count} (grid {other.grid}) with the processor of the "
+                "other model. Fix: use the same sizes in the settings of both processors, or GOLD with use_uld_loss=True."
             )
         first, second = mine.prepare(picture), theirs.prepare(picture)
         if first.keys() != second.keys() or not all(torch.equal(one, second[name]) for name, one in first.items()):

@@ -42,8 +42,8 @@ class ServeConfig:
     )
     api_key: str | None = option(
         None,
-        f"Bearer token that every request must send. None: the environment variable ${API_KEY_VARIABLE}, or a new "
-        "token in a file on loopback addresses.",
+        f"Bearer token that every request must send. None: the environment variable ${API_KEY_VARIABLE}, or, on loopback "
+        "addresses, a new token that is written to a file.",
     )
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ def run_server(config: ServeConfig) -> int:
     if config.api_key is None:
         token = write_token(port)
         config.api_key = token.read_text()
-    where = "" if token is None else f"; trainers of this user read the token from {token}"
+    where = "" if token is None else f"; trainers of the same user read the token from {token}"
     logger.info("running on http://%s %s", host_and_port(config.host, port), where)
     try:
         options = {"timeout_graceful_shutdown": DRAIN_S, "backlog": 4096}

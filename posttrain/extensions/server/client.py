@@ -619,7 +619,7 @@ class VLLMClient:
             self.call("POST", "/v1/load_lora_adapter", body, timeout=self.sync_timeout)
         except WeightSyncError as error:
             raise WeightSyncError(
-                f"{error} Fix: serve the base model of the training with --enable-lora and --max-lora-rank (posttrain "
+                f"{error} Fix: serve the base model that is trained, with --enable-lora and --max-lora-rank (posttrain "
                 "vllm-serve), or set adapter_sync='merged'.",
                 phase="adapter",
                 url=self.base_url,

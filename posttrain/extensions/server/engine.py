@@ -477,7 +477,7 @@ def _check_base(client: VLLMClient, shape: Mapping[str, Any]) -> None:
     if odd := [name for name, value in shape.items() if None not in (value, theirs[name]) and value != theirs[name]]:
         raise WeightSyncError(
             f"{client.base_url} serves a model with {odd[0]}={theirs[odd[0]]}, but the adapter's base model has "
-            f"{odd[0]}={shape[odd[0]]}. Fix: serve the base model of the training.",
+            f"{odd[0]}={shape[odd[0]]}. Fix: serve the base model that is trained.",
             phase="adapter",
             url=client.base_url,
         )

@@ -142,7 +142,7 @@ def check_expansion(choices: Sequence[Mapping[str, Any]], prompt: Sequence[int],
     raise BadRequest(
         f"PT-G016: {url} converts a prompt with images to {len(theirs)} tokens, but the trainer to {len(ours)}. From "
         f"token {at} on, they are {theirs[at : at + 4]} on the server and {ours[at : at + 4]} in the trainer, so the "
-        "processors differ. Fix: save the processor of the training in the folder of the served model.",
+        "processors differ. Fix: save the processor that the trainer uses in the folder of the served model.",
         url=url,
     )
 

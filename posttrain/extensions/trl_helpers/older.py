@@ -126,7 +126,7 @@ class DataCollatorForCompletionOnlyLM:
         if not spans:
             warnings.warn(
                 f"the response template {self.response} does not occur in a row of {len(ids)} tokens, so the row has "
-                "no loss. Fix: pass the template's token ids as they are in context.",
+                "no loss. Fix: pass the template's token ids as they occur in the rows.",
                 UserWarning,
                 stacklevel=3,
             )

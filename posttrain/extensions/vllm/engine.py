@@ -45,7 +45,7 @@ GUARDS = "posttrain.extensions.server.guard"
 TRANSFERS = ("posttrain", "nccl")
 # vLLM options that must have a certain value in training, with this value and the problem that other values cause.
 CHECKED = {
-    "logprobs-mode": ("processed_logprobs", "log-probs would be those before the temperature and truncation"),
+    "logprobs-mode": ("processed_logprobs", "log-probs would not include the temperature and truncation"),
     "generation-config": ("vllm", "sampling settings of the model's folder would change what is sampled"),
     "worker-extension-cls": (EXTENSION, "weights could not be pushed through shared memory"),
 }
@@ -595,7 +595,7 @@ def _set_token(words: Sequence[str]) -> None:
     if not os.environ.get(API_KEY_VARIABLE) and port_is_free(port):
         path = write_token(port)
         os.environ[API_KEY_VARIABLE] = path.read_text()
-        logger.info("trainers of this user find the server's token in %s", path)
+        logger.info("the server's token is in the file %s, where trainers of the same user find it", path)
 
 
 def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
@@ -612,7 +612,7 @@ def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
         backend = json.loads(parsed.weight_transfer_config or TRANSFER)["backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--weight-transfer-config {parsed.weight_transfer_config!r} is not JSON with a backend: {error!r}."
+            f"--weight-transfer-config {parsed.weight_transfer_config!r} must be JSON with the key 'backend': {error!r}."
         ) from error
     if backend not in TRANSFERS:
         raise ConfigError(
@@ -689,8 +689,8 @@ def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
         raise RolloutError(
             f"PT-G016: vLLM converts a prompt with images of {[image.picture.size for image in request.pictures]} to "
             f"{len(output.prompt_token_ids)} tokens, but the trainer to {len(request.prompt_ids)}, so the processors "
-            "differ. Fix: save the processor of the training in the model's folder, so that vLLM loads the same one, "
-            "or set use_vllm=False."
+            "differ. Fix: save the processor that the trainer uses in the model's folder, so that vLLM loads the same "
+            "processor, or set use_vllm=False."
         )
     if list(output.prompt_token_ids) != list(request.prompt_ids) or len(output.outputs) != drawn:
         raise RolloutError(

@@ -167,7 +167,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Raise an error. vLLM 0.27 requires this method, but `posttrain.extensions.server.weight_sync.Pusher` sends the
         weights instead.
         """
-        raise NotImplementedError("posttrain's trainer writes buckets to shared memory itself.")
+        raise NotImplementedError("posttrain's trainer sends weights with its Pusher instead.")
 
     def shutdown(self) -> None:
         """Do nothing, because this backend has no resources to release."""

@@ -140,7 +140,7 @@ class Axes:
         if exact and (0 < self.beta < FLAT or 1 - FLAT < self.beta < 1):
             text = (
                 "beta=%s: for values close to but not equal to 0 or 1, the divergence and its gradient are proportional to "
-                "beta (1 - beta), so they are much smaller than those of beta=%d."
+                "beta (1 - beta), so they are much smaller than with beta=%d."
             )
             logger.warning(text, self.beta, round(self.beta))
         return self
@@ -225,8 +225,8 @@ class DistillationFields:
     )
     teacher_update_rate: PositiveShare = option(
         0.05,
-        "With teacher_model_kind='ema': fraction a in the update teacher = (1 - a) * teacher + a * student, above 0 and at "
-        "most 1.",
+        "With teacher_model_kind='ema': mixing weight `a` in `teacher = (1 - a) * teacher + a * student`. It must be above 0 "
+        "and at most 1.",
     )
     teacher_sync_steps: PositiveInt = option(
         1, "With teacher_model_kind='ema': number of optimizer steps between two updates of the teacher, at least 1."
@@ -256,9 +256,9 @@ class DistillationFields:
     loss_top_k: NonNegativeInt = option(
         0,
         "Number k of token ids per position over which the divergence is computed. With beta=0, they are the k most likely "
-        "ids of the teacher. With beta=1, they are those of the student. With a beta between 0 and 1, they are the k most "
-        "likely ids of the teacher and of the student. With loss_top_k=1, the sampled token replaces the student's most "
-        "likely id. 0: the whole vocabulary, which is exact. A smaller k needs less memory and network traffic.",
+        "ids of the teacher. With beta=1, they are the k most likely ids of the student. With beta between 0 and 1, both "
+        "groups are used. With loss_top_k=1, the sampled token replaces the student's most likely id. 0: the whole vocabulary, "
+        "which is exact. A smaller k needs less memory and network traffic.",
     )
     loss_add_tail: bool = option(
         True,
@@ -346,8 +346,8 @@ class DistillationFields:
         if self.teacher_scores and self.lmbda > 0:
             raise ConfigError(
                 f"teacher_scores={self.teacher_scores!r} cannot be used with lmbda={self.lmbda}, because the file contains "
-                "only scores of the dataset's completions, and none of sampled completions. Fix: set lmbda=0, or use a "
-                "teacher model."
+                "scores of the dataset's completions, but no scores of sampled completions. Fix: set lmbda=0, or use a teacher "
+                "model."
             )
         if self.seq_kd and (self.teacher_scores or self.teacher_model_server_url or self.lmbda == 1):
             raise ConfigError(

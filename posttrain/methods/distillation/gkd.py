@@ -18,11 +18,11 @@ OF_SFT: dict[str, tuple[Any, str]] = {
     "dataset_kwargs": (None, "Prepare the dataset with dataset.map."),
     "dataset_num_proc": (None, "Prepare the dataset with dataset.map(num_proc=...)."),
     "dataset_text_field": ("text", "Name the columns prompt and completion, or messages."),
-    "eval_packing": (None, "Leave it out: rows share forward passes without padding if the model supports it."),
+    "eval_packing": (None, "Remove it. Rows share forward passes without padding if the model supports it."),
     "loss_type": ("nll", "Set beta, which selects the divergence."),
-    "packing": (False, "Leave it out: rows share forward passes without padding if the model supports it."),
-    "packing_strategy": ("bfd", "Leave it out: rows share forward passes without padding if the model supports it."),
-    "padding_free": (False, "Leave it out: rows share forward passes without padding if the model supports it."),
+    "packing": (False, "Remove it. Rows share forward passes without padding if the model supports it."),
+    "packing_strategy": ("bfd", "Remove it. Rows share forward passes without padding if the model supports it."),
+    "padding_free": (False, "Remove it. Rows share forward passes without padding if the model supports it."),
     "truncation_mode": (
         "keep_start",
         "Remove it. Rows longer than max_length always lose their beginning, as in TRL's collator.",
@@ -52,8 +52,8 @@ class GKDConfig(DistillationConfig):
     )
     eos_token: str | None = option(
         None,
-        "End-of-sequence token to use instead of the tokenizer's own one. It must be in the tokenizer's vocabulary. "
-        "None: the tokenizer's own end-of-sequence token.",
+        "End-of-sequence token to use instead of the tokenizer's default. It must be in the tokenizer's vocabulary. None: the "
+        "tokenizer's default.",
     )
 
     def __post_init__(self) -> None:

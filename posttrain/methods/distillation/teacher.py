@@ -109,7 +109,7 @@ def own_tokenizer(name: str, *, required: bool, trust_remote_code: bool = False,
     except ModelError as error:
         if required:
             raise
-        text = "the teacher's tokenizer was not found, so its token ids are assumed to be the student's: %s. Fix: "
+        text = "the teacher's tokenizer was not found. It is assumed to have the student's token ids: %s. Fix: "
         logger.warning(text + "pass teacher_processing_class.", str(error).split(" Fix: ")[0].rstrip("."))
         return None
 
@@ -288,9 +288,9 @@ class ServerTeacher:
             )
         if axes.support not in ("teacher_topk", "sampled", "top1_pair"):
             raise ConfigError(
-                f"loss_top_k={axes.top_k} with beta={axes.beta} needs the log-probs of other token ids, but a teacher server "
-                "returns only log-probs of its own most likely ids and of the sampled token. Fix: set beta=0, or set "
-                "loss_top_k=1."
+                f"loss_top_k={axes.top_k} with beta={axes.beta} needs the teacher's log-probs of the student's most likely "
+                "ids, but a teacher server returns only log-probs of the teacher's most likely ids and of the sampled token. "
+                "Fix: set beta=0, or set loss_top_k=1."
             )
         # The maximum number of log-probs is an option of a vLLM server, where -1 means no limit. A server that does not
         # report it is assumed to have vLLM's default of 20. `posttrain serve` is limited only by the vocabulary size.

@@ -225,9 +225,9 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     delta: PositiveFloat | None = option(
         None,
         "Upper bound of the importance ratio for completions with a negative advantage (INTELLECT-2). Without it, the loss of "
-        "such a completion can grow without limit, because the clip limits only ratios below 1 - epsilon for them. It should "
-        "be above 1 + epsilon_high. None: no bound. Set it if training becomes unstable because bad completions have become "
-        "much more likely since they were sampled.",
+        "such a completion can grow without limit, because for negative advantages the clip limits only ratios below 1 - "
+        "epsilon. The bound should be above 1 + epsilon_high. None: no bound. Set it if training becomes unstable because bad "
+        "completions have become much more likely since they were sampled.",
     )
     scale_rewards: Annotated[str, OneOf(SCALES)] = option(
         "group",

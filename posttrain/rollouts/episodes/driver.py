@@ -458,7 +458,7 @@ def _chosen(returned: dict[str, Any], row: int, position: int, value: object, to
     if token not in candidates or len(candidates) != len(value):
         raise _Bad(
             f"rollout_func: row {row}, token {position}: 'logprob_token_ids' {candidates} does not contain the token "
-            f"{token}, or has another length than the list of its {len(value)} log-probs."
+            f"{token}, or the number of these ids differs from the number of log-probs ({len(value)})."
         )
     return value[candidates.index(token)]
 

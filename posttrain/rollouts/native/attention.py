@@ -423,7 +423,7 @@ _running = _Running()
 
 def current_store() -> Store:
     """Return the cache of the innermost engine call in this thread."""
-    assert _running.store is not None, "native attention runs inside plugged_in() only"
+    assert _running.store is not None, "native attention runs only inside plugged_in()"
     return _running.store
 
 
