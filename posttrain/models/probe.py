@@ -285,7 +285,7 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     # Skip this check after a successful probe of tree attention. The probe has shown that outputs are finite and that tokens
     # do not attend to later tokens.
     if layout.kind != "tree" or layout.dense_mask:
-        _refuse_wrong_outputs(model)
+        _refuse_wrong_outputs(model, layout)
     PROBED[key] = layout
     return layout
 
@@ -305,16 +305,20 @@ def _zero_norms(model: Module) -> dict[str, list[int]]:
     return {name: rows for name, rows in zero.items() if rows}
 
 
-def _refuse_wrong_outputs(model: Module) -> None:
+def _refuse_wrong_outputs(model: Module, layout: Layout) -> None:
     """Raise an error if a model's outputs are not finite, or if the log-probs of earlier tokens of a text depend on its last
     token.
     """
     inner: Any = causal_lm(model)
     text, *ends = random_prompts(inner.config.get_text_config().vocab_size, (SHORT, 1, 1))
     mask = [0, *[1] * (len(text) - 1), 0]
+    rows = [Row([], [[*text, *end]], [mask]) for end in ends]
+    # Some attention kernels return finite values for infinite scores if there is no mask. Rows of the layout have a mask.
+    batch = [rows[0], Row([], [text], [mask[:-1]])]
     with evaluating(model):  # With dropout, the two results would differ.
-        one, other = (_truth(model, [Row([], [[*text, *end]], [mask])]) for end in ends)
-    if not one.isfinite().all():
+        one, other = (_truth(model, [row]) for row in rows)
+        finite = bool(torch.cat([one, packed_logps(model, batch, layout)]).isfinite().all())
+    if not finite:
         odd = weights_not_finite(model)
         if not odd and (zero := _zero_norms(model)):
             layers = sorted({name.rsplit(".", 1)[-1] for name in zero})
@@ -326,7 +330,7 @@ def _refuse_wrong_outputs(model: Module) -> None:
         cause = f"The weights {odd[:4]} contain NaN or infinity" if odd else "All weights are finite"
         if not odd and (kinds := sorted(map(adapter_kind, adapters_of(model).values()))):
             with evaluating(model), use_adapter(model, None):
-                finite = bool(_truth(model, [Row([], [[*text, *ends[0]]], [mask])]).isfinite().all())
+                finite = bool(packed_logps(model, batch, layout).isfinite().all())
             if finite:
                 raise ModelError(
                     f"the outputs of {type(inner).__name__} are NaN or infinite with the adapter {', '.join(kinds)}, and finite "
