@@ -312,7 +312,7 @@ def install_token_head(model: nn.Module) -> None:
             # per layer type to the text model.
             kwargs["attention_mask"] = masks["full_attention"]
             with inner.model.language_model.register_forward_pre_hook(
-                lambda _, args, given: (args, {**given, "attention_mask": masks}), with_kwargs=True
+                lambda _, args, options: (args, {**options, "attention_mask": masks}), with_kwargs=True
             ):
                 return _head_forward(inner, inner.headless_forward, token_head, *args, **kwargs)
         return _head_forward(inner, inner.headless_forward, token_head, *args, **kwargs)
@@ -398,9 +398,9 @@ def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: li
         raise ModelError(
             f"the embedding of {type(model).__name__} cannot be found by name. Fix: train new tokens with modules_to_save."
         )
-    given = vars(config)
-    if name not in (given.get("modules_to_save") or []):
-        if "trainable_token_indices" not in given:
+    options = vars(config)
+    if name not in (options.get("modules_to_save") or []):
+        if "trainable_token_indices" not in options:
             raise ConfigError(
                 f"new tokens were added, but {adapter_kind(config)} adapters cannot train their embeddings. Fix: use LoRA, or "
                 f"set modules_to_save={[name, 'lm_head']} in peft_config to train all embeddings."
@@ -583,8 +583,8 @@ def _balance(
     top_k = experts_per_token(text) or 2
     if not router_logits:  # The model has only dense layers, so the term is 0.
         return torch.zeros((), device=real.device)
-    kept = real.flatten().bool()
-    layers = [logits.reshape(-1, logits.shape[-1])[kept] for logits in router_logits]
+    mask = real.flatten().bool()
+    layers = [logits.reshape(-1, logits.shape[-1])[mask] for logits in router_logits]
     probabilities = torch.cat(layers).float().softmax(-1)  # (layers N, E)
     chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
     # Sum ``f_e`` and ``P_e`` over processes before multiplying them, because both are means over the tokens of all
@@ -619,7 +619,7 @@ def text_modules(model: nn.Module) -> list[nn.Module]:
 def rename_attention(model: nn.Module, name: Callable[[str], str]) -> list[tuple[Any, str]]:
     """Rename the attention backend in the configs of a model's text layers. Return each config and its previous name."""
     configs = {id(config): config for config in map(config_of, text_modules(model))}
-    named = [one for one in configs.values() if hasattr(one, "_attn_implementation_internal")]
+    named = [cfg for cfg in configs.values() if hasattr(cfg, "_attn_implementation_internal")]
     former = [(config, config._attn_implementation_internal) for config in named]
     for config, backend in former:
         config._attn_implementation_internal = name(backend)

@@ -180,11 +180,11 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
         MissingDependencyError: peft is not installed.
     """
     if not model_args.use_peft:
-        given = vars(model_args)
+        values = vars(model_args)
         unread = [
-            f"{item.name}={given[item.name]!r}"
+            f"{item.name}={values[item.name]!r}"
             for item in dataclasses.fields(model_args)
-            if item.name.startswith(ADAPTER_FIELDS) and given[item.name] != item.default
+            if item.name.startswith(ADAPTER_FIELDS) and values[item.name] != item.default
         ]
         if unread:
             logger.warning(
@@ -606,8 +606,8 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     for name, what in effects.items():
         listed = vars(peft_config).get(name)
         listed = listed if isinstance(listed, list | set | tuple) else ()
-        known = parameters if name == "target_parameters" else names
-        if unmatched := sorted(target for target in listed if not any(n.endswith(f".{target}") for n in known)):
+        paths = parameters if name == "target_parameters" else names
+        if unmatched := sorted(target for target in listed if not any(n.endswith(f".{target}") for n in paths)):
             logger.warning("%s: %s match no module of %s and %s.", name, unmatched, type(model).__name__, what)
     text: Any = text_of(config_of(model))
     kinds = layer_kinds(text) if vars(peft_config).get("layer_replication") else ()
@@ -1044,17 +1044,17 @@ def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig)
     generation = generation_config_of(model)
     if generation is None:
         return
-    known = generation.eos_token_id
-    known = [] if known is None else [known] if isinstance(known, int) else list(known)
+    stops = generation.eos_token_id
+    stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
     try:
         ends = terminal_token_ids(tokenizer)
     # If the template cannot render a question with an answer, the end-of-turn token is unknown.
     except DataError:
         ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-    new = [token for token in ends if token not in known]
+    new = [token for token in ends if token not in stops]
     if new:
-        logger.info("generation_config.eos_token_id was %s, and %s were added.", known, new)
-        generation.eos_token_id = [*known, *new]
+        logger.info("generation_config.eos_token_id was %s, and %s were added.", stops, new)
+        generation.eos_token_id = [*stops, *new]
 
 
 SEED = 0
@@ -1103,7 +1103,7 @@ def clone_chat_template(
             "instruction-tuned checkpoint."
         )
     before = set(tokenizer.get_vocab().values())
-    known = _size(tokenizer)
+    size = _size(tokenizer)
     tokenizer.chat_template = source.chat_template
     _add_tokens(tokenizer, source)
     _set_special_tokens(tokenizer, source)
@@ -1116,7 +1116,7 @@ def clone_chat_template(
         model.resize_token_embeddings(wanted, mean_resizing=False)
     _fill(tokenizer, model.get_input_embeddings().weight.shape[0])
     added = sorted(set(tokenizer.get_vocab().values()) - before)
-    _start_at_mean(model, added, min(known, rows))
+    _start_at_mean(model, added, min(size, rows))
     return model, tokenizer, added
 
 

@@ -393,10 +393,10 @@ def token_logprobs(
     }  # fmt: skip
     wants = frozenset(name for name, want in wanted.items() if want)
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
-    known = len(targets) > 0 and (frozen or (expected_grad is not None and hidden.device.type == "cpu"))
+    has_grad = len(targets) > 0 and (frozen or (expected_grad is not None and hidden.device.type == "cpu"))
     # Exclude float16. Without gradient scaling, small probabilities would underflow in float16.
     once = (
-        known
+        has_grad
         and torch.is_grad_enabled()
         and hidden.requires_grad
         and hidden.dtype != torch.float16

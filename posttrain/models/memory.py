@@ -53,8 +53,8 @@ def layers_to_keep(model: nn.Module) -> int:
     head = output_layer(model)
     if not layers or head is None:
         return 0
-    kept = max(2 * sum(m.out_features for m in layer.modules() if isinstance(m, nn.Linear)) for layer in layers)
-    return min(len(layers), 2 * head.weight.shape[0] // kept) if kept else 0
+    activations = max(2 * sum(m.out_features for m in layer.modules() if isinstance(m, nn.Linear)) for layer in layers)
+    return min(len(layers), 2 * head.weight.shape[0] // activations) if activations else 0
 
 
 # Operators of scaled_dot_product_attention. Some builds of torch lack some of these operators.
@@ -71,8 +71,8 @@ def keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
     """Return the checkpoint policy of an operator. The outputs of attention are saved, because recomputing them has a cost
     quadratic in the length. The outputs of all other operators are recomputed.
     """
-    kept = op in ATTENTION_OPS or any(name in str(op) for name in ("flash_attn", "varlen_attn"))
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_attention = op in ATTENTION_OPS or any(name in str(op) for name in ("flash_attn", "varlen_attn"))
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute_activations(model: nn.Module, options: dict[str, Any] | None = None) -> None:
@@ -120,10 +120,10 @@ def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
     """
     bare = causal_lm(model)
     layers = [m for m in bare.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
-    kept = layers[max(0, len(layers) - (layers_to_keep(bare) if count is None else count)) :]
-    for layer in kept:
+    selected = layers[max(0, len(layers) - (layers_to_keep(bare) if count is None else count)) :]
+    for layer in selected:
         layer.gradient_checkpointing = False
-    return len(kept)
+    return len(selected)
 
 
 class KeepLastActivations(TrainerCallback):
@@ -244,8 +244,8 @@ def get_act_offloading_ctx_manager(model: nn.Module, *, enabled: bool = True, **
     """
     if not enabled:
         return nullcontext()
-    kept = frozenset(local_part(p.detach()).untyped_storage().data_ptr() for p in model.parameters())
-    return OffloadActivations(device_type=next(model.parameters()).device.type, kept=kept, **options)
+    pointers = frozenset(local_part(p.detach()).untyped_storage().data_ptr() for p in model.parameters())
+    return OffloadActivations(device_type=next(model.parameters()).device.type, kept=pointers, **options)
 
 
 # Identifiers of `mallopt` parameters, from glibc's malloc.h. KEPT maps each identifier to the value that this library sets.

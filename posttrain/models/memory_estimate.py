@@ -351,19 +351,19 @@ def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
         layers = [each for each, kind in zip(layers, layer_kinds(config), strict=True) if kind not in WITHOUT_KEYS]
     each = 2 * sum(map(key_value_width, layers)) * item
     live = min(call.slots, call.sequences)
-    room, kept, prefill = call.completion_tokens, live, live * call.prompt_tokens
+    room, prompts, prefill = call.completion_tokens, live, live * call.prompt_tokens
     if call.shares_prompts:
         # The native engine first allocates 64 suffix positions per sequence, and doubles their number each time all are
         # used.
         room = 64 << max(0, (call.completion_tokens - 1) // 64).bit_length()
-        kept = min(call.prompts, live)
+        prompts = min(call.prompts, live)
         prefill = min(PREFILL_TOKENS, call.prompts * call.prompt_tokens) or prefill
-    found = {
-        "keys and values": each * (live * room + kept * call.prompt_tokens),
+    sizes = {
+        "keys and values": each * (live * room + prompts * call.prompt_tokens),
         "logits": 3 * live * config.vocab_size * 4,
         "activations": prefill * (3 * inner_size(config) + 6 * config.hidden_size) * item,
     }
-    return found | ({"recurrent states": states * (live + kept)} if states else {})
+    return sizes | ({"recurrent states": states * (live + prompts)} if states else {})
 
 
 def _state_bytes(shadow: Shadow) -> int:

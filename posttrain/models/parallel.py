@@ -435,9 +435,9 @@ def _make_universal(shards: list[Path], wrote: int) -> None:
     try:
         if len(shards) != wrote:
             raise ValueError(f"only {len(shards)} of them exist")
-        if (kept := _read(shards[0])["kept"]) != ["exp_avg", "exp_avg_sq", "step"]:
+        if (states := _read(shards[0])["kept"]) != ["exp_avg", "exp_avg_sq", "step"]:
             raise ValueError(
-                f"DeepSpeed checkpoints can only be converted for Adam, but this optimizer has the states {kept}"
+                f"DeepSpeed checkpoints can only be converted for Adam, but this optimizer has the states {states}"
             )
         with redirect_stdout(sys.stderr):
             converter = require("deepspeed.checkpoint.ds_to_universal", "ZeRO")
@@ -458,12 +458,12 @@ def _read(shard: Path) -> dict[str, Any]:
     try:
         saved = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
         count, inner = saved["partition_count"], saved.get("base_optimizer_state") or saved["optimizer_state_dict"]
-        kept = sorted({name for group in inner["state"].values() for name in group})
+        states = sorted({name for group in inner["state"].values() for name in group})
     except Exception as error:
         raise CheckpointError(
             f"{str(shard)!r} cannot be read: {error}. Fix: resume from another checkpoint."
         ) from error
-    return {"processes": count[0] if isinstance(count, list) else count, "kept": kept}
+    return {"processes": count[0] if isinstance(count, list) else count, "kept": states}
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def probe_key(model: Module) -> str:
     adapters.
     """
     inner: Any = causal_lm(model)
-    adapters = {name: str(one) for name, one in adapters_of(model).items()}
+    adapters = {name: str(adapter) for name, adapter in adapters_of(model).items()}
     text = inner.config.get_text_config()
     return json.dumps([
         type(inner).__module__, type(inner).__qualname__, inner.config.to_dict(), str(attention_name(text)), adapters,
@@ -203,16 +203,16 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
 def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
     """Set the attention windows in ``windows`` to the size `NARROW` in the model's configs and layers, inside the context."""
     configs = [config_of(module) for module in model.modules()]
-    configs += [one.get_text_config() for one in configs if isinstance(one, PretrainedConfig)]
-    holders = {id(one): one for one in (*model.modules(), *configs) if one is not None}.values()
-    windowed = [(one, name, size) for one in holders for name, size in windows.items() if vars(one).get(name) == size]
+    configs += [obj.get_text_config() for obj in configs if isinstance(obj, PretrainedConfig)]
+    holders = {id(obj): obj for obj in (*model.modules(), *configs) if obj is not None}.values()
+    windowed = [(obj, name, size) for obj in holders for name, size in windows.items() if vars(obj).get(name) == size]
     try:
-        for one, name, _ in windowed:
-            setattr(one, name, NARROW)
+        for obj, name, _ in windowed:
+            setattr(obj, name, NARROW)
         yield
     finally:
-        for one, name, size in windowed:
-            setattr(one, name, size)
+        for obj, name, size in windowed:
+            setattr(obj, name, size)
 
 
 @torch.no_grad()
@@ -316,8 +316,8 @@ def _refuse_wrong_outputs(model: Module, layout: Layout) -> None:
     # Some attention kernels return finite values for infinite scores if there is no mask. Rows of the layout have a mask.
     batch = [rows[0], Row([], [text], [mask[:-1]])]
     with evaluating(model):  # With dropout, the two results would differ.
-        one, other = (_truth(model, [row]) for row in rows)
-        finite = bool(torch.cat([one, packed_logps(model, batch, layout)]).isfinite().all())
+        first, second = (_truth(model, [row]) for row in rows)
+        finite = bool(torch.cat([first, packed_logps(model, batch, layout)]).isfinite().all())
     if not finite:
         odd = weights_not_finite(model)
         if not odd and (zero := _zero_norms(model)):
@@ -340,7 +340,7 @@ def _refuse_wrong_outputs(model: Module, layout: Layout) -> None:
             f"the outputs of {type(inner).__name__} are NaN or infinite. {cause}. Fix: use an intact checkpoint, or a dtype "
             "with a larger range (bfloat16 or float32)."
         )
-    if score_layer(inner) is None and (fault := disagreement(one, other, tolerance_of(model))):
+    if score_layer(inner) is None and (fault := disagreement(first, second, tolerance_of(model))):
         raise ModelError(
             f"{type(inner).__name__} is not a causal language model: the log-probs of the first {len(text) - 1} tokens of a text "
             f"change with its last token ({fault}), so each token would be predicted with knowledge of itself. Fix: use a "
@@ -373,7 +373,7 @@ def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | N
     if not heads:
         return ""
     dtype = autocast or (coarsest_dtype(model) if coarsest_dtype(model).is_floating_point else weight.dtype)
-    kinds = dict.fromkeys((key_value_heads(one), head_size(one)) for one in layer_configs(text))
+    kinds = dict.fromkeys((key_value_heads(layer), head_size(layer)) for layer in layer_configs(text))
     faults = (tree_attention.kernel_fault(device, dtype, heads, kv, size) for kv, size in kinds)
     return next(filter(None, faults), "")
 

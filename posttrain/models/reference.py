@@ -399,7 +399,7 @@ def hash_frozen(module: nn.Module) -> str:
     """
     summed = [_sums(values) for _, values in (*frozen_parameters(module), *module.named_buffers())]
     # Concatenate the sums, so that only one transfer from the device is needed.
-    return hash_tensors({"sums": torch.cat([one.to(summed[0].device) for one in summed])} if summed else {})
+    return hash_tensors({"sums": torch.cat([sums.to(summed[0].device) for sums in summed])} if summed else {})
 
 
 def _sums(values: torch.Tensor) -> torch.Tensor:

@@ -284,11 +284,11 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     per part.
     """
     total = torch.logaddexp(lse, part_lse)
-    kept, added = torch.sub(lse, total).exp_()[..., None], torch.sub(part_lse, total).exp_()[..., None]
-    if out.dtype == kept.dtype:
-        out.mul_(kept).addcmul_(part, added)
+    scale, added = torch.sub(lse, total).exp_()[..., None], torch.sub(part_lse, total).exp_()[..., None]
+    if out.dtype == scale.dtype:
+        out.mul_(scale).addcmul_(part, added)
     else:
-        out.copy_(out * kept + part * added)
+        out.copy_(out * scale + part * added)
     lse.copy_(total)
 
 
@@ -356,8 +356,8 @@ def levels_of(segments: Sequence[Segment], width: int, device: torch.device | st
 
 
 def _level(parts: Sequence[tuple[Segment, int, int]], width: int, device: torch.device | str, causal: bool) -> Level:
-    runs = ([(one.row * width + a, one.row * width + b) for one, a, b in parts], [])
-    runs[1].extend((one.row * width + one.start, one.row * width + one.stop) for one, _, _ in parts)
+    runs = ([(segment.row * width + a, segment.row * width + b) for segment, a, b in parts], [])
+    runs[1].extend((segment.row * width + segment.start, segment.row * width + segment.stop) for segment, _, _ in parts)
     places = [torch.cat([torch.arange(a, b) for a, b in side]).to(device, non_blocking=True) for side in runs]
     sizes = [[b - a for a, b in side] for side in runs]
     ends = [torch.tensor([0, *accumulate(side)], dtype=torch.int32).to(device, non_blocking=True) for side in sizes]
@@ -604,16 +604,16 @@ def kernel_fault(device: torch.device, dtype: torch.dtype, heads: int, kv: int, 
     shapes = [(1, 40, count, size) for count in (heads, kv, kv, heads)]
     drawn = [torch.randn(shape, generator=generator).transpose(1, 2) for shape in shapes]
     merged, truth = [], []
-    for kind, kept in ((dtype, merged), (torch.float64, truth)):
+    for kind, results in ((dtype, merged), (torch.float64, truth)):
         at = device if kind == dtype else torch.device("cpu")
         q, k, v = (x.to(dtype).to(at, kind).requires_grad_() for x in drawn[:3])
-        if kept is merged:
+        if results is merged:
             out = tree_attention(q, k, v, Forest(batch), scale=size**-0.5)
         else:
             keys, values = (x.repeat_interleave(heads // kv, 1) for x in (k, v))
             scores = (q @ keys.transpose(2, 3)) * size**-0.5
             out = scores.masked_fill(~forest_mask(batch), -torch.inf).softmax(-1) @ values
-        kept += [out.detach(), *torch.autograd.grad(out, (q, k, v), drawn[3].to(at, kind))]
+        results += [out.detach(), *torch.autograd.grad(out, (q, k, v), drawn[3].to(at, kind))]
     share = 1e-4 if dtype in (torch.float32, torch.float64) else 0.05
     for name, mine, exact in zip(("the output", "dq", "dk", "dv"), merged, truth, strict=True):
         gap, most = float((mine.double().cpu() - exact).abs().max()), float(exact.abs().max())
@@ -632,8 +632,8 @@ def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
     function.
     """
     files = (inspect.unwrap(vars(base)["forward"]).__globals__ for base in kind.__mro__ if "forward" in vars(base))
-    if found := next((names[PLAIN] for names in files if PLAIN in names), None):
-        return found
+    if eager := next((names[PLAIN] for names in files if PLAIN in names), None):
+        return eager
     raise ModelError(
         f"attn_implementation='eager' is not supported for {kind.__name__}, because its source file has no function "
         f"{PLAIN} for calls without segments. Fix: set attn_implementation='sdpa'."
@@ -724,16 +724,16 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
     some, whole = (torch.zeros(rows, count, count, dtype=torch.bool) for _ in range(2))
     index = torch.arange(count)
     some |= index[:, None] == index  # Padding tokens attend to themselves.
-    for one in batch.segments:
-        first, last = one.start // size, -(-one.stop // size)
-        some[one.row, first : -(-one.end // size), first:last] |= (index[:, None] >= index)[
-            first : -(-one.end // size), first:last
+    for segment in batch.segments:
+        first, last = segment.start // size, -(-segment.stop // size)
+        some[segment.row, first : -(-segment.end // size), first:last] |= (index[:, None] >= index)[
+            first : -(-segment.end // size), first:last
         ]
         # Mark blocks of keys that are completely inside the segment. All later queries on its path attend to all keys of such a
         # block.
-        inside = slice(-(-one.start // size), one.stop // size)
+        inside = slice(-(-segment.start // size), segment.stop // size)
         for column in range(inside.start, inside.stop):
-            whole[one.row, column + 1 : one.end // size, column] = True
+            whole[segment.row, column + 1 : segment.end // size, column] = True
     if span is not None:
         # Bidirectional blocks of tokens are short, so only mask blocks near the diagonal are added.
         some |= (index[:, None] - index).abs() <= -(-int(torch.unique(span, return_counts=True)[1].max()) // size)
@@ -745,7 +745,7 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
     listed = torch.cat([both.sum(-1, keepdim=True), both.argsort(dim=-1, descending=True, stable=True)], -1)
     numbers, order = listed.int()[:, :, None].to(until.device).split([1, count], -1)
     lists = (numbers[0, ..., 0], order[0], numbers[1, ..., 0], order[1])
-    lists = tuple(one.contiguous() for one in lists)
+    lists = tuple(blocks.contiguous() for blocks in lists)
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=size, mask_mod=rule, seq_lengths=(width, width))
 
 

@@ -67,13 +67,13 @@ def chunks_of(segments: Sequence[Segment], shape: torch.Size, device: torch.devi
     # For each segment, the depth and the index of its last chunk. For an empty segment, depth and index are those of the
     # preceding chunk.
     last: list[tuple[int, int]] = []
-    for one in segments:
-        depth, parent = last[one.parent] if one.parent >= 0 else (-1, 0)
-        for start in range(one.start, one.stop, size):
+    for segment in segments:
+        depth, parent = last[segment.parent] if segment.parent >= 0 else (-1, 0)
+        for start in range(segment.start, segment.stop, size):
             depth += 1
             if depth == len(levels):
                 levels.append([])
-            levels[depth].append((one.row * width + start, min(size, one.stop - start), parent))
+            levels[depth].append((segment.row * width + start, min(size, segment.stop - start), parent))
             parent = len(levels[depth]) - 1
         last.append((depth, parent))
     starts, lengths, parents = (torch.tensor([chunk[i] for level in levels for chunk in level]) for i in range(3))
@@ -106,15 +106,15 @@ def predecessors(segments: Sequence[Segment], shape: torch.Size, device: torch.d
     none = rows * width
     before = torch.full((none + 1,), none)
     last: list[int] = []
-    for one in segments:
-        start, stop = one.row * width + one.start, one.row * width + one.stop
-        earlier = last[one.parent] if one.parent >= 0 else none
+    for segment in segments:
+        start, stop = segment.row * width + segment.start, segment.row * width + segment.stop
+        earlier = last[segment.parent] if segment.parent >= 0 else none
         if stop > start:
             before[start] = earlier
             before[start + 1 : stop] = torch.arange(start, stop - 1)
         last.append(stop - 1 if stop > start else earlier)
     before = before.to(device)
-    found = [torch.arange(none + 1, device=device)]
+    indices = [torch.arange(none + 1, device=device)]
     for _ in range(count - 1):
-        found.append(before[found[-1]])
-    return found
+        indices.append(before[indices[-1]])
+    return indices

@@ -125,8 +125,8 @@ def _inside(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | N
     steps = grouped(beta).transpose(2, 3)
     overlaps = (keys @ keys.transpose(2, 3))[:, :, None] * decays
     system = steps[..., None] * overlaps
-    one = torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
-    inverse = torch.linalg.solve_triangular(system, one.expand_as(system), upper=False, unitriangular=True)
+    identity = torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
+    inverse = torch.linalg.solve_triangular(system, identity.expand_as(system), upper=False, unitriangular=True)
     return _Inside(queries, keys, values, steps, decays, *factors, scores, overlaps, inverse)
 
 

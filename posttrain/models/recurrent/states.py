@@ -92,7 +92,7 @@ class States:
         if size not in self._layouts:
             assert self.lengths is not None
             segments = [Segment(i, 0, n, n, -1, 0) for i, n in enumerate(self.lengths) if n]
-            rows = torch.tensor([one.row for one in segments]).to(x.device)
+            rows = torch.tensor([segment.row for segment in segments]).to(x.device)
             self._layouts[size] = rows, chunks_of(segments, x.shape[:2], x.device, size)
         return self._layouts[size]
 

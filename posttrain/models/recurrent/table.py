@@ -63,8 +63,8 @@ def replaced(model: nn.Module) -> str:
     if library != "transformers" or rest.split(".")[0] not in FAMILIES:
         return ""
     # Check the functions themselves, because other versions of transformers may lack a function or have other arguments.
-    found = all(callable(getattr(holder, last, None)) for holder, last in _places(file).values())
-    return file if found and _passes_arguments(file) else ""
+    present = all(callable(getattr(holder, last, None)) for holder, last in _places(file).values())
+    return file if present and _passes_arguments(file) else ""
 
 
 @functools.cache
@@ -74,8 +74,8 @@ def _passes_arguments(file: str) -> bool:
     The methods of LFM2 in transformers 5.17 to 5.19 accept only some keyword arguments, so ``forest`` and
     ``recurrent_states`` would be silently ignored.
     """
-    classes = [one for one in vars(sys.modules[file]).values() if isinstance(one, type) and one.__module__ == file]
-    methods = [inspect.unwrap(method) for one in classes for method in vars(one).values() if inspect.isfunction(method)]
+    classes = [cls for cls in vars(sys.modules[file]).values() if isinstance(cls, type) and cls.__module__ == file]
+    methods = [inspect.unwrap(method) for cls in classes for method in vars(cls).values() if inspect.isfunction(method)]
     callers = [method for method in methods if set(FAMILIES[file.split(".")[2]]) & set(method.__code__.co_names)]
     return all(method.__code__.co_flags & inspect.CO_VARKEYWORDS for method in callers)
 
@@ -108,11 +108,11 @@ def _places(file: str) -> dict[str, tuple[Any, str]]:
     """Map each recurrent function of a modeling file to the module or class that contains it, and to its name in that
     object.
     """
-    found = {}
+    places = {}
     for name in FAMILIES[file.split(".")[2]] if file else ():
         holder, _, last = name.rpartition(".")
-        found[name] = (getattr(sys.modules[file], holder, None) if holder else sys.modules[file], last)
-    return found
+        places[name] = (getattr(sys.modules[file], holder, None) if holder else sys.modules[file], last)
+    return places
 
 
 def _switch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
