@@ -90,8 +90,8 @@ def paths_of(trainer: object, name: str) -> tuple[str, ...]:
     paths = PATHS.get(name, ())
     first = paths[0].split(".") if paths else [""]
     exists = first[0] in vars(trainer) or (first[0] == "reference" and vars(trainer)["method"].traits.samples)
-    known = hasattr(config, first[1]) if first[0] == "args" else exists
-    return paths if known else ()
+    stored = hasattr(config, first[1]) if first[0] == "args" else exists
+    return paths if stored else ()
 
 
 def _at(holder: object, path: str) -> Any:

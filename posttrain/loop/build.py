@@ -201,8 +201,8 @@ def plan(spec: Spec) -> Plan:
     )
     check_quantised(model, args, spec.peft_config, spec.quantization_config)
     if not isinstance(model, str):
-        given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": spec.quantization_config}
-        warn_of_unused(given)
+        options = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": spec.quantization_config}
+        warn_of_unused(options)
     set_seed(args.seed)
     train, evaluation = map(plain_rows, (spec.train_dataset, spec.eval_dataset))
     model_id, (reads, returned) = load.model_id_of(model, spec.name), spec.images
@@ -216,8 +216,8 @@ def plan(spec: Spec) -> Plan:
         model, tokenizer, added_tokens = load.clone_chat_template(whole, tokenizer, args.chat_template_path)
     load.prepare_tokenizer(tokenizer, args)
     checks = make_checks(spec, vision, tokenizer)
-    kept = checks.config(model, train, evaluation, spec.peft_config)
-    planned = Plan(spec, vision, tokenizer, checks, kept, evaluation, model, train, added_tokens)
+    usable = checks.config(model, train, evaluation, spec.peft_config)
+    planned = Plan(spec, vision, tokenizer, checks, usable, evaluation, model, train, added_tokens)
     with parallel.main_process_first(), warnings_are_errors(args.strict_data):
         train, evaluation = (spec.prepare or prepared)(planned)
     needed = 0 if spec.method.traits.samples else args.train_batch_size * args.world_size
@@ -603,7 +603,7 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
             f"change at different lengths {sorted(switches)} (longrope), so no forward pass is correct for both models. Fix: "
             "use two models of one family."
         )
-    careful = max(layout, theirs, key=lambda one: (one.kind == "padded", one.dense_mask))
+    careful = max(layout, theirs, key=lambda candidate: (candidate.kind == "padded", candidate.dense_mask))
     joins, switch = layout.joins_rows and theirs.joins_rows, min(switches, default=None)
     return replace(careful, joins_rows=joins, rope_switch=switch, rope_end=min(ends, default=None))
 

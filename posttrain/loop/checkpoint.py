@@ -391,8 +391,8 @@ def rows_fingerprint(dataset: object) -> str | None:
     """
     if isinstance(dataset, IterableDataset):
         return "a stream"
-    known = isinstance(dataset, list) or (isinstance(dataset, Dataset) and dataset.format["type"] != "custom")
-    if not known:
+    supported = isinstance(dataset, list) or (isinstance(dataset, Dataset) and dataset.format["type"] != "custom")
+    if not supported:
         return None
     rows = repr([dataset[number * len(dataset) // 32] for number in range(min(32, len(dataset)))])
     # Remove memory addresses, which the repr of an image contains.
@@ -511,8 +511,8 @@ TORCHS_WRITER = ("PytorchStreamWriter failed", "inline_container")
 
 def _is_of_room(error: BaseException) -> bool:
     text = str(error)
-    known = any(isinstance(e, OSError) and e.errno in NO_ROOM for e in _causes(error))
-    return known or any(words in text for words in (*map(os.strerror, NO_ROOM), *TORCHS_WRITER))
+    no_space = any(isinstance(e, OSError) and e.errno in NO_ROOM for e in _causes(error))
+    return no_space or any(words in text for words in (*map(os.strerror, NO_ROOM), *TORCHS_WRITER))
 
 
 @contextlib.contextmanager
@@ -782,11 +782,11 @@ def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
     """Store the state of stateful callbacks in the trainer's state. `transformers` reads it when a run resumes."""
     for holder in callbacks:
         if isinstance(holder, ExportableState):
-            name, kept = type(holder).__name__, state.stateful_callbacks
-            if isinstance(kept.get(name), list):
-                kept[name].append(holder.state())
+            name, states = type(holder).__name__, state.stateful_callbacks
+            if isinstance(states.get(name), list):
+                states[name].append(holder.state())
             else:
-                kept[name] = holder.state()
+                states[name] = holder.state()
 
 
 def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Finding | None:

@@ -174,9 +174,9 @@ class Checks:
         self.run_probes(
             "data", train_dataset=head.raw, eval_dataset=eval_dataset, rows=rows, sample=sample, limit=head.limit
         )
-        known = replace(self.context, rows=rows)
+        ctx = replace(self.context, rows=rows)
         with self.preflight.record_check("data", ("PT-B001", "PT-K004", "PT-K005")):
-            self.report_from_main(lambda: [*self._nothing_trained(), *check_tokens(known), *check_reward_models(known)])
+            self.report_from_main(lambda: [*self._nothing_trained(), *check_tokens(ctx), *check_reward_models(ctx)])
         with self.preflight.record_check("data", tuple(PROBLEMS)):
             self.report(
                 replace(finding, severity="warning" if finding.severity == "error" else "info")
@@ -195,8 +195,8 @@ class Checks:
         self.run_probes("first_batch", batches=batches)
         ids = [int(batch.input_ids.max()) for batch in batches if batch.input_ids.numel()]
         with self.preflight.record_check("first_batch", ("PT-K004",)):
-            found = lambda: check_tokens(self.context, ids, run.reference)  # noqa: E731
-            self.report_from_main(lambda: [finding for finding in found() if finding.code == "PT-K004"])
+            findings = lambda: check_tokens(self.context, ids, run.reference)  # noqa: E731
+            self.report_from_main(lambda: [finding for finding in findings() if finding.code == "PT-K004"])
         # Register the checks that run in every further step.
         with self.preflight.record_check("log_step", self.step_codes):
             pass
@@ -251,7 +251,7 @@ class Checks:
         """Compute the maximum sequence length that the model and all teachers support."""
         teachers = [part for name, part in self.context.parts.items() if name.startswith("teacher_model")]
         self._texts = [text for model in (self.context.model, *teachers) if (text := text_of(config_of(model)))]
-        self.positions = min((known for text in self._texts if (known := context_length(text))), default=math.inf)
+        self.positions = min((length for text in self._texts if (length := context_length(text))), default=math.inf)
 
     def has_overlong_sequence(self, batches: Sequence[Batch]) -> float:
         """Record the sizes of a step's passes. Return 1.0 if a sequence of this rank has more tokens than the model has
@@ -284,10 +284,10 @@ class Checks:
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
         with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
-            found = [check_first_gradients(norms)]
+            findings = [check_first_gradients(norms)]
             if any(batch.pictures for batches in micro_batches for batch in batches):
-                found.append(plugins.module("extensions.images.checks").check_tower_gradients(norms, model))
-            self.report(found)
+                findings.append(plugins.module("extensions.images.checks").check_tower_gradients(norms, model))
+            self.report(findings)
         self.finish()
         return False
 

@@ -459,8 +459,8 @@ def usable_rows(
     _write_suspects(dataset, scan, args.output_dir, main)
     many = too_many(len(bad), len(dataset), most=args.bad_rows_max)
     findings = [*([many] if many else bad_rows(bad, len(dataset), dropped=True)), *pairs]
-    kept = dataset.select([index for index in range(len(dataset)) if index not in bad]) if bad else dataset
-    return kept, findings
+    usable = dataset.select([index for index in range(len(dataset)) if index not in bad]) if bad else dataset
+    return usable, findings
 
 
 def _is_good(row: Mapping[str, Any], columns: Sequence[str], filled: bool = False) -> bool:

@@ -119,7 +119,7 @@ class DynamicSampler:
         mine = range(judged.start, judged.start + len(fresh.rollouts))
         parcels = [(row, _take(fresh, judged, row - judged.start)) for row in moves if row in mine]
         own = range(table.start, table.start + len(batch.rollouts))
-        given = {
+        received = {
             moves[row] - table.start: parcel
             for row, parcel in parallel.all_gather_objects(parcels, self.accelerator)
             if moves[row] in own
@@ -130,10 +130,10 @@ class DynamicSampler:
         if raw is not None and judged.raw is not None:
             raw = raw.index_copy(0, torch.tensor(places, dtype=torch.long), judged.raw[rows])
         lists = _lists(batch, table)
-        names = dict.fromkeys([*lists, *(name for parcel in given.values() for name in parcel)])
+        names = dict.fromkeys([*lists, *(name for parcel in received.values() for name in parcel)])
         merged = {
             name: [
-                given[i].get(name) if i in given else lists[name][i] if name in lists else None
+                received[i].get(name) if i in received else lists[name][i] if name in lists else None
                 for i in range(len(batch.rollouts))
             ]
             for name in names

@@ -53,9 +53,9 @@ def predicted_metrics(logits: torch.Tensor, labels: torch.Tensor, chunk: int = 2
     labels ``(B, T)``, which are -100 for tokens without loss.
     """
     targets = labels[:, 1:]
-    kept, targets = logits[:, :-1][targets != -100], targets[targets != -100]
-    entropy = torch.cat([torch.special.entr(part.float().softmax(-1)).sum(-1) for part in kept.split(chunk)])
-    return {"entropy": mean(entropy), "mean_token_accuracy": mean((kept.argmax(-1) == targets).float())}
+    selected, targets = logits[:, :-1][targets != -100], targets[targets != -100]
+    entropy = torch.cat([torch.special.entr(part.float().softmax(-1)).sum(-1) for part in selected.split(chunk)])
+    return {"entropy": mean(entropy), "mean_token_accuracy": mean((selected.argmax(-1) == targets).float())}
 
 
 @dataclass(slots=True)
@@ -175,11 +175,11 @@ class _Evaluation:
         """Return one loss sum per reduction for one pass. If the user defines the loss, store its divisor in ``counts``."""
         if self.hooks.own_loss:
             return _own_loss(self.context, self.model, batch, counts)
-        found = self.hooks.loss_of(self.context, self.model, batch, Denominators(1, 1, 1), self.context.now())
-        for metrics in found.metrics:
+        loss = self.hooks.loss_of(self.context, self.model, batch, Denominators(1, 1, 1), self.context.now())
+        for metrics in loss.metrics:
             self.context.log(metrics, "eval")
-        assert found.terms is not None
-        return _loss_sums(found.terms)
+        assert loss.terms is not None
+        return _loss_sums(loss.terms)
 
     def _add(self, batch: Batch, seen: _Seen) -> None:
         """Add the loss sums and the counts of one pass to the totals."""
@@ -223,11 +223,11 @@ class _Evaluation:
         consecutive ranks.
         """
         batches = [
-            one for _, one in sorted(parallel.all_gather_objects(seen, self.accelerator), key=lambda item: item[0])
+            batch for _, batch in sorted(parallel.all_gather_objects(seen, self.accelerator), key=lambda item: item[0])
         ]
         included = set(self.args.include_for_metrics)
         columns = [
-            [item for one in batches for item in getattr(one, name)]
+            [item for batch in batches for item in getattr(batch, name)]
             for name in ("predictions", "labels", "inputs", "losses")
         ]
         predictions, labels, inputs, losses = columns[0], columns[1], columns[2], np.array(columns[3])
@@ -286,13 +286,13 @@ def _own_loss(run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]
     run.progress.reduced_by = None
     run.progress.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, run.method.counts([batch]))
     try:
-        found = run.hooks.loss_of(run, model, batch, run.progress.denominators, run.now())
+        loss = run.hooks.loss_of(run, model, batch, run.progress.denominators, run.now())
     finally:
         run.progress.denominators = before
-    for metrics in found.metrics:
+    for metrics in loss.metrics:
         run.log(metrics, "eval")
     counts[OWN] = counts[_divisor(run.progress.reduced_by or "sequence", counts)]
-    return {OWN: float(found.value) * counts[OWN]}
+    return {OWN: float(loss.value) * counts[OWN]}
 
 
 def evaluation_loader(

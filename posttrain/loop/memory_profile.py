@@ -87,8 +87,8 @@ class MemoryProfile(transformers.TrainerCallback):
         seconds = max(time.perf_counter() - self._begun[0], 1e-9)
         real, computed = (now - before for now, before in zip(tokens, self._begun[1:], strict=True))
         ranks = parallel.all_gather_objects([(real, computed)], run.accelerator)
-        rate = sum(one for one, _ in ranks) / seconds
-        work = [one for _, one in ranks]
+        rate = sum(count for count, _ in ranks) / seconds
+        work = [count for _, count in ranks]
         imbalance = max(work) * len(work) / max(sum(work), 1)
         seen = self._profile(step, rate, imbalance, optimizer)
         run.log({name: mean(value) for name, value in _logged(seen).items()})
@@ -151,8 +151,8 @@ def _standing(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Return the number of bytes of weights, gradients and optimizer states, which do not depend on the batch."""
     weights = sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters())
     states = getattr(optimizer, "state", {}) or {}
-    kept = [v for state in states.values() if isinstance(state, dict) for v in state.values()]
-    return weights + sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
+    entries = [v for state in states.values() if isinstance(state, dict) for v in state.values()]
+    return weights + sum(value.nbytes for value in entries if isinstance(value, torch.Tensor))
 
 
 def _mfu(run: Run, rate: float, length: int) -> float | None:

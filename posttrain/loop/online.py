@@ -80,16 +80,16 @@ class OnlineTrainer(PostTrainer):
         rollout_engine: RolloutEngine | None = None,
         **kwargs: Any,
     ) -> None:
-        given = {
+        arguments = {
             "tools": tools,
             "rollout_func": rollout_func,
             "environment_factory": environment_factory,
             "harness": harness,
         }
         args = as_config(self.config_class, args)
-        _, given["harness"], reward_funcs = take_harness(None, harness, reward_funcs)
-        given = {name: value for name, value in given.items() if value is not None}
-        self.driver = make_driver(self.METHOD.traits, type(self).__name__, args, given)
+        _, arguments["harness"], reward_funcs = take_harness(None, harness, reward_funcs)
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        self.driver = make_driver(self.METHOD.traits, type(self).__name__, args, arguments)
         # Tools and environments can return images. A rollout function cannot return images, because it processes images
         # itself.
         self.harness = None if self.driver is None else self.driver.harness

@@ -269,19 +269,19 @@ def with_references(
         refer: `with_reference`, or a function of a subclass that replaces it.
     """
     names = [[] if kept is None else row_names(batch) for batch in batches]
-    found = [None if kept is None else kept.known(*about) for about in zip(batches, names, strict=True)]
-    new = [batch for batch, known in zip(batches, found, strict=True) if known is None]
+    hits = [None if kept is None else kept.known(*about) for about in zip(batches, names, strict=True)]
+    new = [batch for batch, hit in zip(batches, hits, strict=True) if hit is None]
     ran = parallel.in_step(new, run.accelerator, run.spare_batch)
-    computed = [one for one, counts in [(refer(run, one), counts) for one, counts in ran] if counts]
+    computed = [miss for miss, counts in [(refer(run, miss), counts) for miss, counts in ran] if counts]
     if kept is not None and batches:
-        unknown = [its for its, known in zip(names, found, strict=True) if known is None]
+        unknown = [its for its, hit in zip(names, hits, strict=True) if hit is None]
         for batch, its in zip(computed, unknown, strict=True):
             kept.add(batch, its)
         rows = sum(batch.num_sequences for batch in batches)
-        share = sum(batch.num_sequences for batch in found if batch is not None) / rows
+        share = sum(batch.num_sequences for batch in hits if batch is not None) / rows
         run.log({"reference/kept": mean(share, weight=rows)}, mode)
     rest = iter(computed)
-    return [next(rest) if known is None else known for known in found]
+    return [next(rest) if hit is None else hit for hit in hits]
 
 
 def prepare_references(

@@ -139,7 +139,7 @@ class PromptSource:
             if driver.calls_tools and reader is None:
                 refuse_images(dataset, name)
         if driver.pool is not None or driver.harness is not None:
-            train, evaluation = [with_prompts(one, drops_columns=self.drops_columns) for one in (train, evaluation)]
+            train, evaluation = [with_prompts(data, drops_columns=self.drops_columns) for data in (train, evaluation)]
         row: dict[str, Any] = next(iter(train), {}) if driver.calls_tools else {}
         if "prompt" in row and not is_conversational({"prompt": row["prompt"]}):
             raise DataError(

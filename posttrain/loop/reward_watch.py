@@ -107,15 +107,15 @@ class RewardWatch:
             self._log(findings(table, self.history, clipped=clipped, columns=sorted(columns), **settings))
 
     def _log(self, found: Iterable[Finding | Notice | RewardError | None]) -> None:
-        for one in found:
-            if isinstance(one, RewardError):
-                raise one
-            if isinstance(one, Notice):
-                count = self._counts[one.key] = self._counts.get(one.key, 0) + 1
+        for event in found:
+            if isinstance(event, RewardError):
+                raise event
+            if isinstance(event, Notice):
+                count = self._counts[event.key] = self._counts.get(event.key, 0) + 1
                 if count % 100 == 1:
-                    logger.log(one.level, "%s", one.text)
-            elif one is not None and one.severity == "error":
+                    logger.log(event.level, "%s", event.text)
+            elif event is not None and event.severity == "error":
                 # Only record this finding here. The error that ends the run is raised below.
-                self.run.checks.preflight.add(one)
-            elif one is not None:
-                self.run.checks.report([one])
+                self.run.checks.preflight.add(event)
+            elif event is not None:
+                self.run.checks.report([event])

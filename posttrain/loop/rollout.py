@@ -150,10 +150,10 @@ def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> Rollout
         run.log(metrics)
     online.sync.rest()
     own, logps = online.advantages, online.logps(run, rollouts)
-    found = run.method.advantages(rollouts, rewards, logps, run.ranks) if own is None else own(rollouts, rewards, logps)
-    run.log(found.metrics, mode)
-    run.watch("rollout", run, rollouts, rewards, found)
-    return rollouts.worth(found)
+    adv = run.method.advantages(rollouts, rewards, logps, run.ranks) if own is None else own(rollouts, rewards, logps)
+    run.log(adv.metrics, mode)
+    run.watch("rollout", run, rollouts, rewards, adv)
+    return rollouts.worth(adv)
 
 
 def sample_and_score(run: Run, examples: list[dict[str, Any]], mode: str) -> tuple[RolloutBatch, RewardTable]:
@@ -192,9 +192,9 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
     begin, run.progress.truncation = time.perf_counter(), truncation_of(online, settings.sampling)
     batch = online.sample(examples, settings)
     if not isinstance(batch, RolloutBatch) or len(batch.rollouts) != len(examples):
-        found = f"{len(batch.rollouts)} completions" if isinstance(batch, RolloutBatch) else type(batch).__name__
+        returned = f"{len(batch.rollouts)} completions" if isinstance(batch, RolloutBatch) else type(batch).__name__
         raise RolloutError(
-            f"sample(examples, settings) returned {found} for {len(examples)} examples. Fix: return a RolloutBatch with one "
+            f"sample(examples, settings) returned {returned} for {len(examples)} examples. Fix: return a RolloutBatch with one "
             "completion per example, in their order (docs/hooks.md)."
         )
     online.window.generations += mode == "train"
@@ -266,15 +266,15 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
     sampled = logps_of_sampler(run, rollouts)
     complete = [len(x) == len(r.token_ids) for x, r in zip(sampled, rollouts.sequences(), strict=True)]
     # All ranks must make the same decision, because the forward passes below are collective operations.
-    known = all(parallel.all_gather_objects(complete, run.accelerator))
+    available = all(parallel.all_gather_objects(complete, run.accelerator))
     columns: dict[str, list[list[float]]] = {}
-    if known and not online.samples_policy:
+    if available and not online.samples_policy:
         columns["rollout_logp"] = sampled
-    elif known and can.has_logprobs and run.method.temperature == run.args.temperature:
+    elif available and can.has_logprobs and run.method.temperature == run.args.temperature:
         columns["engine_logp"] = sampled
     outlived = rollouts.mode == "train" and run.args.outlives_weights
     if run.method.needs_old_logp(outlived):
-        if known and old_is_sampled(run):
+        if available and old_is_sampled(run):
             columns["old_logp"] = sampled
         else:
             with run.inference() as policy:
@@ -285,8 +285,8 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
         with run.inference() as policy, run.reference.active(policy) as reference:
             columns["ref_logp"] = logps(run, reference, rollouts.every_row())
     else:
-        given = not (run.method.traits.beta_is_kl and run.args.beta)
-        check_rules(run.args, [("beta", given, "needs a reference model: set it before the trainer is created")])
+        valid = not (run.method.traits.beta_is_kl and run.args.beta)
+        check_rules(run.args, [("beta", valid, "needs a reference model: set it before the trainer is created")])
     return columns
 
 

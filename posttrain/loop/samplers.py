@@ -159,7 +159,7 @@ class Tools:
         sync = self.sync
 
         def generate(batches: Batches) -> list[list[Rollout]]:
-            return sync.ask([(shared_requests(prompts), one) for prompts, one in batches])
+            return sync.ask([(shared_requests(prompts), sampling) for prompts, sampling in batches])
 
         def any_process(here: bool) -> bool:
             return parallel.all_reduce_sum([float(here)], sync.accelerator)[0] > 0

@@ -49,7 +49,7 @@ def completion_metrics(
         without_token: Ids that the model can sample, but for which the tokenizer has no token.
     """
     lengths = torch.tensor(completion_lengths(batch), dtype=torch.float32)  # (n,)
-    ended = torch.tensor([all(one.finish_reason == "stop" for one in (r, *r.branches)) for r in batch.rollouts])  # (n,)
+    ended = torch.tensor([all(seq.finish_reason == "stop" for seq in (r, *r.branches)) for r in batch.rollouts])  # (n,)
     metrics: dict[str, Metric] = {
         "completions/mean_length": mean(lengths),
         "completions/min_length": minimum(lengths),
@@ -270,8 +270,8 @@ def score_rollouts(
     failed = torch.tensor([error is not None for error in batch.extra.get("harness_error", ())])  # (n,)
     if not failed.any():
         return table
-    given = math.nan if batch.failure_reward is None else batch.failure_reward
-    return dataclasses.replace(table, values=table.values.masked_fill(failed[:, None], given))
+    reward = math.nan if batch.failure_reward is None else batch.failure_reward
+    return dataclasses.replace(table, values=table.values.masked_fill(failed[:, None], reward))
 
 
 def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:

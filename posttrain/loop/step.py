@@ -141,7 +141,7 @@ def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: 
     the output layer uses this gradient on a CPU.
     """
     own = run.hooks.objective or run.loss_function
-    if own or batch.input_ids.device.type != "cpu" or not (known := run.method.knows_gradient(batch)):
+    if own or batch.input_ids.device.type != "cpu" or not (gradient := run.method.knows_gradient(batch)):
         return batch
     with torch.enable_grad():
         start = torch.zeros(batch.input_ids.shape) if batch.ref_logp is None else batch.ref_logp
@@ -149,8 +149,8 @@ def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: 
         numbers = dict.fromkeys(run.method.traits.needs, start) | {"logp": logp}
         terms = run.method.objective(ModelOutputs(**numbers), batch, state)
         loss = reduce(replace(terms, share=batch.shares), counts)
-        if isinstance(known, TokenLoss):
-            return replace(batch, expected_grad=replace(known, scale=torch.autograd.grad(loss, terms.terms)[0]))
+        if isinstance(gradient, TokenLoss):
+            return replace(batch, expected_grad=replace(gradient, scale=torch.autograd.grad(loss, terms.terms)[0]))
         return replace(batch, expected_grad=torch.autograd.grad(loss, logp)[0])
 
 
@@ -194,13 +194,13 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
                         parallel.backward(accelerator, split.help_with(model, helped))
                         continue
                     batch = with_expected_gradient(run, batch.to(device), counts, state)
-                    found = run.hooks.loss_of(run, model, batch, counts, state)
-                    loss = found.value * weight
+                    result = run.hooks.loss_of(run, model, batch, counts, state)
+                    loss = result.value * weight
                     parallel.backward(accelerator, loss)
                     value = value + loss.detach()
                     if weight:
-                        metrics += found.metrics
-                        sums = add_sums(sums, found.sums)
+                        metrics += result.metrics
+                        sums = add_sums(sums, result.sums)
     return Loss(value, tuple(metrics), sums)
 
 

@@ -248,7 +248,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def _choose_layout(self, model: nn.Module) -> Layout:
         # User functions that read logits need the padded layout, which has one sequence per row.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
-        return build.choose_layout(model, self.args, padded=any(one is not None for one in wanted))
+        return build.choose_layout(model, self.args, padded=any(function is not None for function in wanted))
 
     def read_also_by(self, other: nn.Module | None) -> None:
         """Choose a row layout that is exact for both the policy and ``other``, a model that runs on the same batches."""
@@ -447,16 +447,16 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         if len(passes) > len(inputs) and run.hooks.before_split is not None:
             run.hooks.before_split(run, self._passes)
         try:
-            found = step.forward_backward(run, model, passes, run.progress.denominators, run.now())
+            loss = step.forward_backward(run, model, passes, run.progress.denominators, run.now())
         except torch.OutOfMemoryError as error:
             # Remove the traceback. Its frames would keep the activations in memory.
             problem = error.with_traceback(None)
         if problem is not None:
             if run.hooks.before_split is not None:
                 run.hooks.before_split(run, self._passes)
-            found = run_again(run, model, self._passes, run.progress.denominators, problem)
-        step.commit(run, found)
-        return found.value
+            loss = run_again(run, model, self._passes, run.progress.denominators, problem)
+        step.commit(run, loss)
+        return loss.value
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip the gradient. A gradient that is not finite is discarded. The third such gradient in a row ends the run."""
@@ -485,13 +485,13 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         allowed = run.loss_function is not None or run.method.traits.takes_loss_func
         counts = run.progress.denominators.over(num_items_in_batch, allowed=allowed)
         loss_of = step.loss_of if run.loss_function is None else step.function_loss
-        found = loss_of(run, model, self.as_batch(inputs), counts, run.now())
-        run.progress.reduced_by = "token" if found.terms is None else found.terms.count or found.terms.reduction
+        loss = loss_of(run, model, self.as_batch(inputs), counts, run.now())
+        run.progress.reduced_by = "token" if loss.terms is None else loss.terms.count or loss.terms.reduction
         if self._losses is None:
-            step.commit(run, found, "train" if model.training else "eval")
+            step.commit(run, loss, "train" if model.training else "eval")
         else:
-            self._losses.append(found)
-        return (found.value, found.outputs) if return_outputs else found.value
+            self._losses.append(loss)
+        return (loss.value, loss.outputs) if return_outputs else loss.value
 
     def as_batch(self, inputs: Any) -> Batch:
         """Convert the input of ``compute_loss`` to a `Batch`."""
@@ -503,8 +503,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """
         with with_attributes(self, {"_losses": []}):
             value, losses = self.compute_loss(model, batch), self._losses or ()
-        sums = functools.reduce(step.add_sums, (found.sums for found in losses), None)
-        return step.Loss(value, tuple(metrics for found in losses for metrics in found.metrics), sums)
+        sums = functools.reduce(step.add_sums, (loss.sums for loss in losses), None)
+        return step.Loss(value, tuple(metrics for loss in losses for metrics in loss.metrics), sums)
 
     def comparison(self, batch: Batch) -> Any:
         """Return the function that the output layer calls instead of computing log-probs; see `TokenHead.compare`. Return
