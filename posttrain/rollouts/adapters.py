@@ -113,10 +113,10 @@ class AdapterWeights:
                 f"the server with --max-lora-rank {self.rank} (vLLM supports 8, 16, 32, 64 and so on), or set "
                 "adapter_sync='merged'."
             )
-        known = config.to_dict() | {"inference_mode": True}
+        options = config.to_dict() | {"inference_mode": True}
         self.config = {
             name: sorted(value) if isinstance(value, set) else value
-            for name, value in known.items()
+            for name, value in options.items()
             if name
             in ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias", "inference_mode", "task_type")
         }

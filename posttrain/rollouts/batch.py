@@ -154,12 +154,12 @@ class RolloutBatch:
 
     def sequences(self) -> list[Rollout]:
         """Return all completions, followed by the branches of all completions. ``token_columns`` has this order."""
-        return [*self.rollouts, *(one for rollout in self.rollouts for one in rollout.branches)]
+        return [*self.rollouts, *(branch for rollout in self.rollouts for branch in rollout.branches)]
 
     def trained(self, index: int, skip_truncated: bool) -> list[list[int]]:
         """Return the loss masks of a completion and of its branches."""
         rollout = self.rollouts[index]
-        return [self._mask(index, one, skip_truncated) for one in (rollout, *rollout.branches)]
+        return [self._mask(index, branch, skip_truncated) for branch in (rollout, *rollout.branches)]
 
     def _shares(self, masks: Sequence[Sequence[int]]) -> list[float]:
         """Return the weight of each branch of an episode. With these weights, the loss treats an episode as one sequence;
@@ -216,17 +216,17 @@ class RolloutBatch:
                 before = _prompt(rollout)
                 rows.append(Row(list(rollout.prompt_ids), [], [], pictures=[list(rollout.pictures)]))
             row, masks = rows[-1], self.trained(i, skip_truncated)
-            kept = slice(None) if any(masks[k]) or not trained_only else slice(0)
-            row.pictures.append(list(rollout.shown)[kept])
-            row.completions.append(list(rollout.token_ids)[kept])
-            row.loss_masks.append(masks[k][kept])
+            span = slice(None) if any(masks[k]) or not trained_only else slice(0)
+            row.pictures.append(list(rollout.shown)[span])
+            row.completions.append(list(rollout.token_ids)[span])
+            row.loss_masks.append(masks[k][span])
             for name, numbers in self.columns.items():
                 credit = rollout.credit if name == "advantages" else 1.0
                 row.sequence_columns.setdefault(name, []).append(numbers[i] * credit)
             if shared:
                 row.sequence_columns.setdefault("share", []).append(self._shares(masks)[k])
             for name, column in self.token_columns.items():
-                row.token_columns.setdefault(name, []).append(column[place][kept])
+                row.token_columns.setdefault(name, []).append(column[place][span])
         return [row if any(row.pictures) else dataclasses.replace(row, pictures=[]) for row in rows]
 
     def _placed(self, indices: Sequence[int]) -> Iterator[tuple[int, int, int, Rollout]]:

@@ -85,8 +85,8 @@ def shared_path(path: str) -> Path:
             owns the file or its folder, or can write to the folder.
     """
     file, root = Path(path), shared_root()
-    known = any(file.match(f"{root}/posttrain-*/{below}*.safetensors") for below in ("", "*/"))
-    if not known or file.resolve() != file or not file.is_file():
+    valid = any(file.match(f"{root}/posttrain-*/{below}*.safetensors") for below in ("", "*/"))
+    if not valid or file.resolve() != file or not file.is_file():
         raise ConfigError(
             f"path={path!r} is not a regular file {root}/posttrain-*/*.safetensors. Only such files are read."
         )

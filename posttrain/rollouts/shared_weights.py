@@ -574,5 +574,5 @@ def renamed(model: nn.Module) -> bool:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     base = _without_quantization(causal_lm(model))
-    known = getattr(base, "_weight_conversions", None)
-    return bool(get_model_conversion_mapping(base, add_legacy=False) if known is None else known)
+    conversions = getattr(base, "_weight_conversions", None)
+    return bool(get_model_conversion_mapping(base, add_legacy=False) if conversions is None else conversions)

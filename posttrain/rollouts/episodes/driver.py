@@ -173,7 +173,7 @@ class EpisodeDriver:
         self.runner.observed = None if reader is None else reader.observed
         schema, template = [getattr(tokenizer, f"response_{x}", None) for x in ("schema", "template")]
         if self.calls_tools and schema is not None and template is None:
-            names = [one.frame.f_globals["__name__"] for one in inspect.stack(0)]
+            names = [info.frame.f_globals["__name__"] for info in inspect.stack(0)]
             level = 1 + next(depth for depth, name in enumerate(names) if not name.startswith("posttrain."))
             warnings.warn("response_schema is no longer used: set response_template.", FutureWarning, stacklevel=level)
         prepared = tokenizer if reader is None else reader.processor

@@ -221,10 +221,10 @@ class EnvironmentPool:
         """Return environments to the pool, so that other rollouts can use them. None: all environments of the pool."""
         with self._lock:
             for kind in self.kinds.values():
-                back = [e for e in kind.instances if environments is None or any(e is one for one in environments)]
+                back = [e for e in kind.instances if environments is None or any(e is env for env in environments)]
                 kind.free = back if environments is None else kind.free + back
             gone = self.lost if environments is None else environments
-            self.lost = [e for e in self.lost if not any(e is one for one in gone)]
+            self.lost = [e for e in self.lost if not any(e is env for env in gone)]
 
     def toolbox(self, environment: object, tools: ToolBox) -> ToolBox:
         """Return the tools of a rollout. They are the tools that all rollouts have, and the methods of the rollout's
@@ -275,8 +275,8 @@ class EnvironmentPool:
     def _drop(self, kind: _Kind, environment: object) -> None:
         """Close an environment whose ``reset`` failed, and remove it from the pool."""
         with self._lock:
-            known, kind.instances = kind.instances, [e for e in kind.instances if e is not environment]
-        if len(known) > len(kind.instances):
+            instances, kind.instances = kind.instances, [e for e in kind.instances if e is not environment]
+        if len(instances) > len(kind.instances):
             _close(environment)
 
     def _reset(self, kind: _Kind, environment: object, row: dict[str, Any], seed: int, index: int) -> tuple[Any, Any]:
@@ -479,8 +479,8 @@ def _read(result: Any, where: str) -> tuple[Any, float, bool]:
         RolloutError: The result has an unsupported form, the reward is not finite (None means 0), or a flag for the end of
             the episode is not a bool.
     """
-    resets, tells = where.endswith("reset"), hasattr(result, "observation")
-    odd = len(result) not in (3, 4, 5) if isinstance(result, tuple) else not tells
+    resets, is_object = where.endswith("reset"), hasattr(result, "observation")
+    odd = len(result) not in (3, 4, 5) if isinstance(result, tuple) else not is_object
     if odd and not (resets and (not isinstance(result, tuple) or len(result) == 2)):
         raise BadValue(
             f"{where} returned {result!r:.80} ({type(result).__name__}). Fix: return (observation, reward, "
@@ -490,7 +490,7 @@ def _read(result: Any, where: str) -> tuple[Any, float, bool]:
     if isinstance(result, tuple):
         seen, reward, *ends = result if len(result) > 2 else (result[0], None)
         ends = ends[: 2 if len(result) == 5 else 1]
-    elif tells:
+    elif is_object:
         seen, reward, ends = result.observation, getattr(result, "reward", None), [getattr(result, "done", False)]
     else:
         return result, 0.0, False

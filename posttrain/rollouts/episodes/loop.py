@@ -237,11 +237,11 @@ class ToolLoop:
         if limit is None or len(ids := self.suffix.plain(text)) <= limit:
             return text
         marker = f" ... [{len(ids) - limit} tokens omitted] ... "
-        kept = max(0, limit - len(self.suffix.plain(marker)))
-        if kept < 2:
+        budget = max(0, limit - len(self.suffix.plain(marker)))
+        if budget < 2:
             return self._text(ids[:limit])
-        head = kept - kept // 2
-        return self._text(ids[:head]) + marker + self._text(ids[len(ids) - kept // 2 :])
+        head = budget - budget // 2
+        return self._text(ids[:head]) + marker + self._text(ids[len(ids) - budget // 2 :])
 
     def _text(self, ids: list[int]) -> str:
         return self.suffix.tokenizer.decode(ids, skip_special_tokens=False).strip("\ufffd")
@@ -327,11 +327,11 @@ def turn_spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:
 
     The result is a list of pairs (version, number of consecutive tokens).
     """
-    kept = []
+    spans = []
     for version, count in rollout.spans or [(rollout.version, length)]:
-        kept.append((version, min(count, length)))
-        length -= kept[-1][1]
-    return [span for span in kept if span[1]]
+        spans.append((version, min(count, length)))
+        length -= spans[-1][1]
+    return [span for span in spans if span[1]]
 
 
 def _later(seed: int | None, number: int, stride: int = SEED_STRIDE) -> int | None:
@@ -375,7 +375,7 @@ def roll_out_with_tools(
     episodes = [Episode(prompt, box) for prompt in ids]
 
     def generate(batches: Batches) -> list[list[Rollout]]:
-        return [engine.generate(shared_requests(p), one) for p, one in batches]
+        return [engine.generate(shared_requests(p), settings) for p, settings in batches]
 
     loop = ToolLoop(own, generate, stop_ids=stop_ids, runner=runner, **options)
     with require_engine(engine, "engine").prefix_cache():

@@ -125,7 +125,7 @@ def _first_fit(value: object, schemas: Sequence[Mapping[str, Any]], name: str) -
     """Convert a value to the first of several types to which it can be converted. A value that already has one of the types
     is not changed.
     """
-    for schema in sorted(schemas, key=lambda one: not _is_kind(value, one.get("type"))):
+    for schema in sorted(schemas, key=lambda candidate: not _is_kind(value, candidate.get("type"))):
         try:
             return by_schema(value, schema, name)
         except WrongValue as error:
@@ -210,8 +210,8 @@ class ToolBox:
             raise UnknownTool(f"calls of type {call.get('type')!r} are not supported; use 'function'")
         name = call.get("function", {}).get("name")
         if name not in self.functions:
-            known = ", ".join(sorted(self.functions))
-            raise UnknownTool(f"there is no tool {name!r}{did_you_mean(name, self.functions)}; the tools are: {known}")
+            names = ", ".join(sorted(self.functions))
+            raise UnknownTool(f"there is no tool {name!r}{did_you_mean(name, self.functions)}; the tools are: {names}")
         return self.functions[name]
 
     def declared(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -229,8 +229,8 @@ class ToolBox:
         arguments = call["function"].get("arguments") or {}
         if not isinstance(arguments, Mapping):
             raise WrongValue(f"arguments must be an object, but are {arguments!r:.80}")
-        known = self.declared(call).get("parameters", {}).get("properties", {})
-        return {name: by_schema(value, known.get(name, {}), name) for name, value in arguments.items()}
+        properties = self.declared(call).get("parameters", {}).get("properties", {})
+        return {name: by_schema(value, properties.get(name, {}), name) for name, value in arguments.items()}
 
     def waits(self, call: dict[str, Any]) -> bool:
         """Return whether the requested function is asynchronous."""

@@ -216,9 +216,9 @@ class Fill:
             window, chunk = sight
             places, blank = torch.arange(whole, device=device), None
             if self.known is not None:
-                begin, known = self.shared + self.room, self.known[:, None]
-                blank = (places >= self.shared + known) & (places < begin)
-                places = torch.where(places < begin, places, places - self.room + known)[:, None]  # (P, 1, whole)
+                begin, cached = self.shared + self.room, self.known[:, None]
+                blank = (places >= self.shared + cached) & (places < begin)
+                places = torch.where(places < begin, places, places - self.room + cached)[:, None]  # (P, 1, whole)
             now = places[..., whole - width :, None]
             before = places[..., None, :]
             hidden = now < before
@@ -471,7 +471,7 @@ def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) 
         return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=rule.scale, enable_gqa=True)
     # Repeat keys and values for all query heads. CUDA has no kernel for a mask with shared key-value heads, and would store
     # all scores.
-    key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     if rule.plain:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=rule.scale)
     scores = rule.capped(query @ key.transpose(2, 3) * rule.scale).float().masked_fill(hidden, -torch.inf)

@@ -91,14 +91,14 @@ class PrefixCache:
         """
         self.clock += 1
         layers: list[Layers] = []
-        length, found = 0, (0, 0, [])
+        length, match = 0, (0, 0, [])
         for node, matched in self._walk(tokens[:most]):
             node.used = self.clock
             layers.append(_cut(node.layers, 0, matched))
             length += matched
             if not self.stateful or (node.states and matched == len(node.tokens)):
-                found = length, len(layers), node.states
-        return found[0], layers[: found[1]], found[2]
+                match = length, len(layers), node.states
+        return match[0], layers[: match[1]], match[2]
 
     def add(self, tokens: Sequence[int], layers: Sequence[Layers], states: list[Tensor]) -> None:
         """Cache the part of a sequence that is not cached yet.
@@ -293,13 +293,13 @@ class Prefiller:
         if not self.shared:
             return
         block = Block([0], torch.tensor([len(self.shared)], device=self.device))
-        known, layers, states = self.kept.find(self.shared, len(self.shared))
-        if known:
-            _fill_rows(block, [layers], known)
+        cached, layers, states = self.kept.find(self.shared, len(self.shared))
+        if cached:
+            _fill_rows(block, [layers], cached)
             block.states = one_row(states, 0)
-        self.reused += known
+        self.reused += cached
         ids = torch.tensor([self.shared], device=self.device)
-        for start in range(known, ids.shape[1], self.engine.prefill_tokens):
+        for start in range(cached, ids.shape[1], self.engine.prefill_tokens):
             piece = ids[:, start : start + self.engine.prefill_tokens]
             past = [_of(block)] if block.keys else []
             fill = self.forward(piece, past, torch.tensor([start], device=self.device), block.states, [piece.shape[1]])
@@ -325,9 +325,9 @@ class Prefiller:
         past = [] if self.store.common is None else [_of(self.store.common)]
         past += [_of(work.block)] if work.block.keys else []
         begin = work.known + work.done + len(self.shared)
-        known = work.known if work.uneven else None
+        cached = work.known if work.uneven else None
         lengths = [min(max(n - work.done, 0), piece.shape[1]) for n in work.new]
-        fill = self.forward(piece, past, begin, work.block.states, lengths, known=known, room=work.room, seen=seen)
+        fill = self.forward(piece, past, begin, work.block.states, lengths, known=cached, room=work.room, seen=seen)
         work.block.append(fill.keys, fill.values)
         work.done += piece.shape[1]
         if work.done == work.ids.shape[1]:
@@ -409,8 +409,8 @@ class Prefiller:
         if not self.kept.bytes or prompt.pictures:
             return 0, [], common
         first = len(self.shared)
-        known, layers, states = self.kept.find(self.shared + prompt.ids, first + len(prompt.ids) - 1)
-        return (known - first, without(layers, first), states) if known > first else (0, [], common)
+        cached, layers, states = self.kept.find(self.shared + prompt.ids, first + len(prompt.ids) - 1)
+        return (cached - first, without(layers, first), states) if cached > first else (0, [], common)
 
     def _stem(self, wanted: Prompt) -> PrefillBatch | None:
         """Create a prefill of the prefix that a prompt shares with another prompt. Return None if the prefix is too short
@@ -420,8 +420,8 @@ class Prefiller:
         if shares < STEM_LEAST:
             return None
         stem = Prompt(STEM, wanted.ids[:shares])
-        known = self._known(stem)
-        return self._prefill_batch([stem], [known]) if shares - known[0] >= STEM_LEAST else None
+        prefix = self._known(stem)
+        return self._prefill_batch([stem], [prefix]) if shares - prefix[0] >= STEM_LEAST else None
 
     def _keep_stem(self, stem: Prompt, block: Block) -> None:
         stem.block = block
@@ -443,18 +443,18 @@ class Prefiller:
                 break
             if bool(prompt.pictures) != bool(wanted.pictures):
                 break
-            known = self._known(prompt)
-            wider = max(width, len(prompt.ids) - known[0])
+            prefix = self._known(prompt)
+            wider = max(width, len(prompt.ids) - prefix[0])
             if wider * (len(chosen) + 1) > self.engine.prefill_tokens:
                 break
             chosen.append(prompt)
-            prefixes.append(known)
+            prefixes.append(prefix)
             width, rows = wider, rows + prompt.waiting
         return self._prefill_batch(chosen, prefixes)
 
     def _prefill_batch(self, prompts: list[Prompt], prefixes: list[Known]) -> PrefillBatch:
-        new = [p.ids[known:] for p, (known, *_) in zip(prompts, prefixes, strict=True)]
-        width, room = max(map(len, new)), max(known for known, *_ in prefixes)
+        new = [p.ids[cached:] for p, (cached, *_) in zip(prompts, prefixes, strict=True)]
+        width, room = max(map(len, new)), max(cached for cached, *_ in prefixes)
         pad = self.engine.pad_token_id
         ids = torch.tensor([line + [pad] * (width - len(line)) for line in new], device=self.device)
         block = Block([p.index for p in prompts], torch.tensor([len(p.ids) for p in prompts], device=self.device))
@@ -463,16 +463,16 @@ class Prefiller:
         block.states = _joined_states([states for *_, states in prefixes])
         for prompt in prompts:
             prompt.block = block
-        counts = [known for known, *_ in prefixes]
+        counts = [cached for cached, *_ in prefixes]
         self.reused += sum(counts)
-        known = torch.tensor(counts, device=self.device)
-        return PrefillBatch(prompts, ids, block, known, room, uneven=min(counts) < room, new=list(map(len, new)))
+        cached = torch.tensor(counts, device=self.device)
+        return PrefillBatch(prompts, ids, block, cached, room, uneven=min(counts) < room, new=list(map(len, new)))
 
 
 def _joined_states(rows: list[list[Tensor]]) -> list[Tensor]:
     """Concatenate the states of several rows as a copy. The states of a row without cached states are zero."""
     sample = next(filter(None, rows), [])
-    return [torch.cat([row[i] if row else torch.zeros_like(one) for row in rows]) for i, one in enumerate(sample)]
+    return [torch.cat([row[i] if row else torch.zeros_like(state) for row in rows]) for i, state in enumerate(sample)]
 
 
 def _of(block: Block) -> Layers:
@@ -483,12 +483,12 @@ def _fill_rows(block: Block, rows: list[list[Layers]], room: int) -> None:
     """Copy the cached tokens of each prompt into a new block, right-padded to ``room`` columns."""
     sample = next(piece for row in rows for piece in row)
     for layer, (key, value) in sample.items():
-        for memory, of, one in ((block.keys, 0, key), (block.values, 1, value)):
-            memory[layer] = new = one.new_zeros(len(rows), one.shape[1], room, one.shape[3])
+        for memory, of, source in ((block.keys, 0, key), (block.values, 1, value)):
+            memory[layer] = new = source.new_zeros(len(rows), source.shape[1], room, source.shape[3])
             for i, row in enumerate(rows):
                 if row:
-                    known = torch.cat([piece[layer][of] for piece in row], 2)
-                    new[i, :, : known.shape[2]] = known[0]
+                    cached = torch.cat([piece[layer][of] for piece in row], 2)
+                    new[i, :, : cached.shape[2]] = cached[0]
 
 
 def mark_stems(prompts: list[Prompt]) -> None:

@@ -76,9 +76,9 @@ def check_requests(
                 f"request {index} contains the token id {largest}, but the model has {vocabulary} ids: the tokenizer "
                 "belongs to another model."
             )
-        one = request.sampling or sampling
-        check_top_k(one.top_k, vocabulary)
-        named = {token for token, _ in one.logit_bias} | (set(one.stop_token_ids) if one.min_new_tokens else set())
+        cfg = request.sampling or sampling
+        check_top_k(cfg.top_k, vocabulary)
+        named = {token for token, _ in cfg.logit_bias} | (set(cfg.stop_token_ids) if cfg.min_new_tokens else set())
         if vocabulary is not None and named and not (min(named) >= 0 and max(named) < vocabulary):
             raise RolloutError(
                 f"request {index}: logit_bias (or stop_token_ids with min_new_tokens) contains the token ids "

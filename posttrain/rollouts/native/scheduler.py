@@ -52,31 +52,31 @@ class Run:
         """Create a `RunningRequest` for each request of the call. Requests with equal prompts share one `Prompt` object."""
         running, number = [], 0
         seed = self.engine.new_seed() if sampling.seed is None else sampling.seed
-        known: dict[Any, Prompt] = {}
+        prompts: dict[Any, Prompt] = {}
         for index, request in enumerate(requests):
             own = request.sampling if request.sampling is not None else sampling
             ids = list(request.prompt_ids)[len(self.shared) :]
             pictures = list(request.pictures)
             key = tuple(ids), tuple(image.picture for image in pictures)
             offset = sum(image.offset for image in pictures)
-            prompt = known.setdefault(key, Prompt(len(known), ids, pictures=pictures, offset=offset))
+            prompt = prompts.setdefault(key, Prompt(len(prompts), ids, pictures=pictures, offset=offset))
             prompt.waiting += request.n
             seeded = own.seed if request.sampling is not None else None
             counted = (seed, number, number) if seeded is None else (seeded, number, 0)
             running.append(RunningRequest(index, request, prompt, own, request.n, *counted))
             number += request.n
-        self.prompts = list(known.values())
+        self.prompts = list(prompts.values())
         return running
 
     def _prefiller(self) -> Prefiller:
         """Create the prefiller. It uses the engine's prefix cache if this cache is enabled. Otherwise, it uses a cache for
         this call only.
         """
-        kept = self.engine.kept
+        cache = self.engine.kept
         if len(self.prompts) > 1:
             mark_stems(self.prompts)
-        within = PrefixCache(UNBOUNDED, stateful=self.engine.recurrent) if kept is None else kept
-        return Prefiller(self.engine, self.store, self.prompts, self.shared, within, keeping=kept is not None)
+        within = PrefixCache(UNBOUNDED, stateful=self.engine.recurrent) if cache is None else cache
+        return Prefiller(self.engine, self.store, self.prompts, self.shared, within, keeping=cache is not None)
 
     def to_the_end(self) -> list[Rollout]:
         self.prefiller.begin()
