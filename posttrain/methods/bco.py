@@ -182,11 +182,11 @@ class BCO(AnswerMethod[BCOConfig]):
         assert outputs.logp is not None
         logp = self.sums(outputs.logp, batch)
         ratio, good = logp - self.reference_logp(batch), batch.columns["label"] > 0.5
-        known, sums = state.own, None
-        if known.moves_in_pass and torch.is_grad_enabled():
+        threshold, sums = state.own, None
+        if threshold.moves_in_pass and torch.is_grad_enabled():
             sums = reward_sums(self.cfg.beta * ratio)
-            known = known.moved(sums, state.ranks)
-        delta = torch.tensor(known.moments.mean, device=ratio.device, dtype=ratio.dtype)
+            threshold = threshold.moved(sums, state.ranks)
+        delta = torch.tensor(threshold.moments.mean, device=ratio.device, dtype=ratio.dtype)
         values = {"log_ratio": ratio, "desirable": good, "shift": delta, "weight": batch.columns["density_weight"]}
         terms = BCO_LOSSES["bco"](values, beta=self.cfg.beta)
         metrics = judged_metrics(outputs, batch, self.cfg.beta * ratio, logp, good)
@@ -194,8 +194,8 @@ class BCO(AnswerMethod[BCOConfig]):
 
     def end_step(self, state: State, sums: Tensor | None) -> tuple[Delta, dict[str, Metric]]:
         """Update the threshold delta with the rewards of the step."""
-        known = state.own if sums is None else state.own.moved(sums, state.ranks)
-        return known, {"delta": mean(known.moments.mean)}
+        threshold = state.own if sums is None else state.own.moved(sums, state.ranks)
+        return threshold, {"delta": mean(threshold.moments.mean)}
 
     def saved(self, own: Delta) -> dict[str, Any]:
         """Convert the running moments of the rewards to JSON-compatible values."""

@@ -322,8 +322,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 setattr(self, name, read_mapping(name, getattr(self, name)))
         check_template_arguments(self.chat_template_kwargs or {})
         check_parallelism(self)
-        given = self.accelerator_config
-        for name in read_mapping("accelerator_config", given) if str(given).startswith("{") else ():
+        config = self.accelerator_config
+        for name in read_mapping("accelerator_config", config) if str(config).startswith("{") else ():
             check_choice("accelerator_config", name, vars(AcceleratorConfig()))
         self._resolve_checkpointing()
         self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)
@@ -524,15 +524,15 @@ def check_schedule(args: PostTrainingConfig) -> None:
         ConfigError: The schedule does not accept an argument in ``lr_scheduler_kwargs``, or requires an argument that is
             missing.
     """
-    kind, given = transformers.SchedulerType(args.lr_scheduler_type), args.lr_scheduler_kwargs
-    if not given and kind.value not in DEMANDING:
+    kind, kwargs = transformers.SchedulerType(args.lr_scheduler_type), args.lr_scheduler_kwargs
+    if not kwargs and kind.value not in DEMANDING:
         return
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 
     # Create two parameter groups as a trainer does: weights with weight decay and weights without weight decay.
     groups = [{"params": [torch.zeros(1)]} for _ in range(2)]
     optimizer = torch.optim.SGD(groups, lr=args.learning_rate)
-    options: Any = {"num_warmup_steps": 1, "num_training_steps": STEPS_TRIED, "scheduler_specific_kwargs": given}
+    options: Any = {"num_warmup_steps": 1, "num_training_steps": STEPS_TRIED, "scheduler_specific_kwargs": kwargs}
     try:
         for rate in getattr(get_scheduler(kind, optimizer, **options), "lr_lambdas", ()):
             _ = [rate(step) for step in range(STEPS_TRIED)]
@@ -542,7 +542,7 @@ def check_schedule(args: PostTrainingConfig) -> None:
             function = type(function(optimizer))  # This class has the arguments of the function.
         names = [name for name in inspect.signature(function).parameters if name not in OF_TRAINER]
         raise ConfigError(
-            f"lr_scheduler_type={kind.value!r} failed with lr_scheduler_kwargs={given}: {str(error).rstrip('.!')}. Fix: use "
+            f"lr_scheduler_type={kind.value!r} failed with lr_scheduler_kwargs={kwargs}: {str(error).rstrip('.!')}. Fix: use "
             f"only arguments of {function.__module__}.{function.__name__}: {names}."
         ) from error
 

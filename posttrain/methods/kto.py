@@ -82,8 +82,8 @@ def mismatched(example: dict[str, Any], ids: Sequence[int], limit: int | None) -
     """Create a row from a prompt and the answer to another prompt, truncated to ``max_length``."""
     prompt = list(example["prompt_ids"])
     answer = list(ids) if limit is None else list(ids[: max(1, limit - len(prompt))])
-    known = example.get("ref_KL_logps")
-    return Row(prompt, [answer], [[1] * len(answer)], {} if known is None else {"ref_logps": [float(known)]})
+    logps = example.get("ref_KL_logps")
+    return Row(prompt, [answer], [[1] * len(answer)], {} if logps is None else {"ref_logps": [float(logps)]})
 
 
 def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | None]:

@@ -373,12 +373,12 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
         names: Config fields to check in addition to the repetition penalty, for example ``top_p``.
     """
     # Current value of each option, and the value that disables the option.
-    known = {
+    settings = {
         "repetition_penalty": (cfg.repetition_penalty, 1.0), "top_p": (cfg.top_p, 1.0), "top_k": (cfg.top_k, 0),
         "min_p": (cfg.min_p, None),
     }  # fmt: skip
     options = dict(cfg.generation_kwargs or {})  # type: ignore[arg-type]
-    used = {name: known[name] for name in ("repetition_penalty", *names)}
+    used = {name: settings[name] for name in ("repetition_penalty", *names)}
     changed = [f"{name}={value}" for name, (value, off) in used.items() if value not in (off, off or None)]
     if options.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {options['guide']}")

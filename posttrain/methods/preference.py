@@ -108,10 +108,10 @@ def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tenso
     assert out.entropy is not None
     rewards, logp = rewards.detach(), logp.detach()
     metrics: dict[str, Metric] = {}
-    for name, kept in (("chosen", good), ("rejected", ~good)):
-        metrics[f"rewards/{name}"] = mean(rewards, kept)
-        metrics[f"logps/{name}"] = mean(logp, kept)
-        on_side = batch.loss_mask & kept[batch.sequence.clamp_min(0)]
+    for name, selected in (("chosen", good), ("rejected", ~good)):
+        metrics[f"rewards/{name}"] = mean(rewards, selected)
+        metrics[f"logps/{name}"] = mean(logp, selected)
+        on_side = batch.loss_mask & selected[batch.sequence.clamp_min(0)]
         metrics |= logit_metrics(out, **{name: on_side})
     metrics["entropy"] = mean(out.entropy, batch.loss_mask)
     return metrics
@@ -420,8 +420,8 @@ class AnswerMethod(Method[Answers]):
         log-probs are cached.
         """
         cfg = self.cfg
-        kept = {"max_length": cfg.max_length, "truncation_mode": cfg.truncation_mode}
-        return kept | {"mask_inner_turns": cfg.mask_inner_turns}
+        settings = {"max_length": cfg.max_length, "truncation_mode": cfg.truncation_mode}
+        return settings | {"mask_inner_turns": cfg.mask_inner_turns}
 
     def reference_logp(self, batch: Batch) -> Tensor:
         """Return the reference's summed log-prob of each sequence as a tensor ``(S,)``."""

@@ -86,9 +86,9 @@ class RLOOConfig(PictureConfig, OnlineConfig):
         clip = self.reward_clip_range
         if clip is None:
             return
-        given = clip if isinstance(clip, list | tuple) else ()
-        numbers = [x for x in given if isinstance(x, int | float) and not isinstance(x, bool)]
-        if len(given) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
+        bounds = clip if isinstance(clip, list | tuple) else ()
+        numbers = [x for x in bounds if isinstance(x, int | float) and not isinstance(x, bool)]
+        if len(bounds) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
             raise ConfigError(
                 f"reward_clip_range={clip!r} must be two numbers, a minimum and a larger maximum, for example (-5.0, 5.0)."
             )
@@ -145,10 +145,10 @@ def charged_kl(rollouts: RolloutBatch, logps: LogProbs, *, skip_truncated: bool)
 
     The sum over a completion is the k1 estimate of its KL divergence from the reference.
     """
-    kept = [rollouts.loss_mask(i, skip_truncated) for i in range(len(rollouts.rollouts))]
+    masks = [rollouts.loss_mask(i, skip_truncated) for i in range(len(rollouts.rollouts))]
     return [
         k1(torch.tensor(old), torch.tensor(ref))[torch.tensor(mask, dtype=torch.bool)]
-        for old, ref, mask in zip(logps["old_logp"], logps["ref_logp"], kept, strict=True)
+        for old, ref, mask in zip(logps["old_logp"], logps["ref_logp"], masks, strict=True)
     ]
 
 
@@ -178,7 +178,7 @@ class RLOO(Method[RLOOConfig]):
         if "ref_logp" in logps:
             kl = charged_kl(rollouts, logps, skip_truncated=cfg.mask_truncated_completions)
             metrics["kl"] = mean(torch.cat([torch.empty(0), *kl]))
-            charged = charged - cfg.beta * torch.tensor(ranks.gather([float(one.sum()) for one in kl]))
+            charged = charged - cfg.beta * torch.tensor(ranks.gather([float(terms.sum()) for terms in kl]))
         values, unbounded = leave_one_out_advantages(charged, rollouts.group_size), None
         if cfg.normalize_advantages:
             unbounded = standardized(values, ~charged.isnan())

@@ -133,13 +133,13 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
                 f"loss_type='dft' does not support label_smoothing_factor={self.label_smoothing_factor}, because label "
                 "smoothing is only defined for loss_type='nll'. Fix: remove label_smoothing_factor, or use loss_type='nll'."
             )
-        given = set(self.dataset_kwargs or {})
-        for name in sorted(given & OLD_DATASET_KWARGS):
+        keys = set(self.dataset_kwargs or {})
+        for name in sorted(keys & OLD_DATASET_KWARGS):
             warnings.warn(
                 f"dataset_kwargs[{name!r}] is a key of older TRL releases and is ignored. Special tokens that are already in a "
                 "text are never added again, and every document gets an end-of-sequence token.", FutureWarning, stacklevel=5,
             )  # fmt: skip
-        unknown = sorted(given - {"skip_prepare_dataset"} - OLD_DATASET_KWARGS)
+        unknown = sorted(keys - {"skip_prepare_dataset"} - OLD_DATASET_KWARGS)
         if unknown:
             raise ConfigError(
                 f"dataset_kwargs has unknown keys {unknown}. The only supported key is 'skip_prepare_dataset'."

@@ -87,13 +87,13 @@ class TPO(ReferenceFree[TPOConfig]):
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """Compute the preference loss and the NLL of the gold answers."""
         cfg, size = self.cfg, len(self.branches)
-        given = size == 3 or not cfg.tpo_alpha
+        has_gold = size == 3 or not cfg.tpo_alpha
         check_rules(
             cfg,
             [
                 (
                     "tpo_alpha",
-                    given,
+                    has_gold,
                     "needs gold answers, but tpo_alpha=0 in the config excluded them. Fix: set tpo_alpha in the config",
                 )
             ],

@@ -48,7 +48,7 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
 
     def decorate(cls: Any) -> Any:
         bases = [base for base in cls.__mro__[:0:-1] if dataclasses.is_dataclass(base)]
-        known: dict[str, Any] = {f.name: f for base in bases for f in dataclasses.fields(base)}
+        fields: dict[str, Any] = {f.name: f for base in bases for f in dataclasses.fields(base)}
         kinds: dict[str, Any] = {}
         for base in (OnlineConfig, *cls.__bases__[::-1]):  # The type hints of a class include inherited fields.
             kinds |= get_type_hints(base, include_extras=True)
@@ -57,7 +57,7 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
         inherited = [vars(base).get("_refused", {}) for base in cls.__mro__[:0:-1]]
         cls._refused = dict(pair for of_base in (*inherited, unread or {}) for pair in of_base.items())
         for name, value in (defaults | explained).items():
-            default, text = value if isinstance(value, tuple) else (value, known[name].metadata["help"])
+            default, text = value if isinstance(value, tuple) else (value, fields[name].metadata["help"])
             kind = "str | None" if default is None else type(default).__name__
             cls.__annotations__[name] = kinds.get(name, kind)
             setattr(cls, name, option(default, text))
@@ -315,8 +315,8 @@ class DistillationFields:
                 for name, (old, new) in refused
             ),
             *(
-                (name, self.teacher_model_kind == "ema" or kept, "is only used with teacher_model_kind='ema'")
-                for name, kept in ema
+                (name, self.teacher_model_kind == "ema" or is_default, "is only used with teacher_model_kind='ema'")
+                for name, is_default in ema
             ),
             (
                 "max_length",
@@ -365,7 +365,7 @@ class DistillationFields:
     def axes(self) -> Axes:
         """Return the properties of the loss that these options define."""
         sources, k = (self._beta, self._loss_temperature), self.loss_top_k
-        beta, t = (float(getattr(self, one) if isinstance(one, str) else one) for one in sources)
+        beta, t = (float(getattr(self, source) if isinstance(source, str) else source) for source in sources)
         support: Support = "student_topk" if beta == 1 else "union_topk"
         if self.teacher_scores:
             support = "teacher_topk"

@@ -41,7 +41,7 @@ def with_template_arguments(dataset: AnyDataset, kwargs: dict[str, Any] | None) 
     column, features = "chat_template_kwargs", None
     if isinstance(dataset, datasets.Dataset):
         sets = (datasets.Dataset.from_list([{column: kwargs}]), dataset)
-        both = united(*(one.features[column] for one in sets if column in one.features))
+        both = united(*(source.features[column] for source in sets if column in source.features))
         features = features_with(dataset, **{column: both})
     return dataset.map(lambda row: {column: kwargs | remove_none_values(row.get(column) or {})}, features=features)
 

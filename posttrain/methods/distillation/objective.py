@@ -445,10 +445,10 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
 
     compared, metrics = out.compared, {}
     if axes.support == "aligned":
-        kept = mask & (batch.columns["aligned"] > 0)
-        metrics = {name + "_loss": mean(place(compared[name]), kept) for name in ("matched", "unmatched")}
+        aligned = mask & (batch.columns["aligned"] > 0)
+        metrics = {name + "_loss": mean(place(compared[name]), aligned) for name in ("matched", "unmatched")}
         terms = axes.weight * place(compared["aligned"])
-        loss = LossTerms(terms, kept, "token", count="groups")
+        loss = LossTerms(terms, aligned, "token", count="groups")
     elif axes.support == "none":
         terms, loss = grid, LossTerms(grid, mask, "token")
     else:
@@ -638,6 +638,6 @@ class Distillation(Method[Any]):
         parts = []
         for name, config in configs.items():
             if name == "teacher" or name.startswith("teacher "):
-                known = named_dtype(config.dtype or torch.float32 if dtype == "auto" else dtype)
-                parts.append(Part(name, config, "causal", known, trained=False))
+                teacher_dtype = named_dtype(config.dtype or torch.float32 if dtype == "auto" else dtype)
+                parts.append(Part(name, config, "causal", teacher_dtype, trained=False))
         return parts

@@ -227,7 +227,7 @@ def shares_of_batch(
         return {name: TeacherShare(say(name, None), weight=weights[name]) for name in names if weights[name]}
     numbers, places, shares = batch.columns["teacher"].tolist(), batch.sequence[batch.loss_mask], {}
     for number, name in enumerate(names):
-        members = [k for k, one in enumerate(numbers) if one == number]
+        members = [k for k, teacher in enumerate(numbers) if teacher == number]
         rows = torch.isin(places, places.new_tensor(members)).nonzero().flatten()
         whole = len(members) == len(numbers)
         # A teacher without sequences in this batch is not run. The result still contains an item for it, so that this batch
@@ -246,16 +246,16 @@ def scores_of_batch(
     """
     score_parts, keyed = [], list(_keyed(batch))
     for key, ids, mask in keyed if members is None else [keyed[k] for k in members]:
-        one = scores(key)
+        result = scores(key)
         # A completion without ids was excluded from the loss, so mask its tokens.
         if not ids:
-            mask = [0] * len(one.actual)
-        kept = torch.tensor(mask, dtype=torch.bool)
-        if len(one.actual) != len(kept):
+            mask = [0] * len(result.actual)
+        selected = torch.tensor(mask, dtype=torch.bool)
+        if len(result.actual) != len(selected):
             raise ModelError(
-                f"the teacher returned scores for {len(one.actual)} tokens, but the completion has {len(ids)} tokens."
+                f"the teacher returned scores for {len(result.actual)} tokens, but the completion has {len(ids)} tokens."
             )
-        score_parts.append((one.ids[kept], one.logps[kept], one.actual[kept]))
+        score_parts.append((result.ids[selected], result.logps[selected], result.actual[selected]))
     return TokenScores(*(torch.cat(parts).to(batch.input_ids.device) for parts in zip(*score_parts, strict=True)))
 
 
@@ -391,7 +391,7 @@ def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: 
     lengths = [len(row.completions[0]) for row in rows]
     split = (torch.cat(parts).split(lengths) for parts in zip(*chunks, strict=True))
     return [
-        {name: x.flatten().tolist() for name, x in zip(COLUMNS, one, strict=True)} for one in zip(*split, strict=True)
+        {name: x.flatten().tolist() for name, x in zip(COLUMNS, item, strict=True)} for item in zip(*split, strict=True)
     ]
 
 
@@ -406,8 +406,8 @@ def _check_scorer(teacher: Any, tokenizer: Tokenizer, mode: str) -> str:
     own = None if mode == "off" else own_tokenizer(name, required=False)
     if own is not None:
         match = compare_tokenizers(tokenizer, own, widths=(None, width))
-        for found in require_same_tokens(match, mode=mode, method="teacher scores", on_policy=False):
-            logger.warning("%s", describe(found))
+        for finding in require_same_tokens(match, mode=mode, method="teacher scores", on_policy=False):
+            logger.warning("%s", describe(finding))
     return name
 
 
@@ -542,8 +542,8 @@ class ScoreFile:
         scores of all ids in the file.
         """
         size = self.facts["batch_size"]
-        one = self.reader.get_batch(row // size).slice(row % size, 1)
-        ids, logps, actual = (np.array(one.column(name)[0].values) for name in COLUMNS)
+        record = self.reader.get_batch(row // size).slice(row % size, 1)
+        ids, logps, actual = (np.array(record.column(name)[0].values) for name in COLUMNS)
         length = len(actual)
         ids, logps = (x.reshape(length, -1)[:, : top_k or None] for x in (ids.astype(np.int64), logps))
         arrays = (ids, logps, actual)
