@@ -542,9 +542,7 @@ def encode(
         if _only_calls_backend(tokenizer):
             # encode_batch_fast does not compute offsets, so it takes only three quarters of the time of a call of the
             # tokenizer.
-            return [
-                found.ids for found in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)
-            ]
+            return [enc.ids for enc in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
         options = {"return_attention_mask": False, "return_token_type_ids": False}
         return tokenizer(texts, add_special_tokens=special, verbose=False, **options)["input_ids"]
     except Exception as error:

@@ -523,7 +523,7 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
         paths = [[column for run in batch.path(index) for column in run] for index in group]
         prompt = paths[0][: leaf.prompt]
         trained = [int(mask[b][c] and owner[b][c] < 0 and (b, c) not in earlier) for c in prompt]
-        earlier.update((b, column) for column, kept in zip(prompt, trained, strict=True) if kept)
+        earlier.update((b, column) for column, in_loss in zip(prompt, trained, strict=True) if in_loss)
         row = Row([ids[b][column] for column in prompt], [], [], prompt_mask=trained if any(trained) else None)
         parts = [prompt, *(path[leaf.prompt :] for path in paths)]
         for index, own in zip(group, parts[1:], strict=True):

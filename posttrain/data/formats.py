@@ -428,8 +428,8 @@ def features_with(dataset: datasets.Dataset, drop: Sequence[str] = (), **columns
     """
     from datasets import Features
 
-    kept = {name: kind for name, kind in dataset.features.items() if name not in drop}
-    return None if None in columns.values() else Features(kept | columns)
+    remaining = {name: kind for name, kind in dataset.features.items() if name not in drop}
+    return None if None in columns.values() else Features(remaining | columns)
 
 
 def pictures_of(example: Mapping[str, Any]) -> list[Any]:
@@ -438,10 +438,10 @@ def pictures_of(example: Mapping[str, Any]) -> list[Any]:
     Raises:
         DataError: Both columns contain images.
     """
-    one, several = example.get("image"), example.get("images")
-    if one is not None and several is not None:
+    image, images = example.get("image"), example.get("images")
+    if image is not None and images is not None:
         raise DataError("the row has both 'image' and 'images'. Fix: remove one of these columns.")
-    return [one] if one is not None else [value for value in several or () if value is not None]
+    return [image] if image is not None else [value for value in images or () if value is not None]
 
 
 def is_image(value: object) -> bool:
@@ -649,16 +649,16 @@ def tokenized(
         first = dataset.map(function, **options, batch_size=FIRST_BATCH)
         _check_stream((row["_reason"] for row in first), name, hint)
     mapped = dataset.map(function, **options, **extra, **described, **named)
-    kept, report, counts = mapped, PreparationReport(name), {}
+    remaining, report, counts = mapped, PreparationReport(name), {}
     if streaming:
-        kept = mapped.filter(_is_kept, batched=True, input_columns=["_reason"])
+        remaining = mapped.filter(_is_kept, batched=True, input_columns=["_reason"])
     else:
         table = read_columns(mapped, internal, kind="arrow")
         is_kept = pc.equal(table["_reason"], "")  # (rows,)
         report.rows_in, report.rows_out = len(mapped), pc.sum(is_kept).as_py()
         if report.rows_out < report.rows_in:
             report.dropped = dict(Counter(filter(None, table["_reason"].to_pylist())))
-            kept = mapped.select(pc.indices_nonzero(is_kept).to_pylist())
+            remaining = mapped.select(pc.indices_nonzero(is_kept).to_pylist())
         if not report.rows_out:
             raise DataError(
                 f"all {report.rows_in} rows of the {name} dataset are dropped: {listed(report.dropped)}. {hint}"
@@ -673,7 +673,7 @@ def tokenized(
             lost, why = report.rows_in - report.rows_out, listed(report.dropped)
             logger.warning("%s dataset: dropped %d of %d rows (%s).", name, lost, report.rows_in, why)
         named["new_fingerprint"] = f"{mapped._fingerprint}-rows"
-    return mapped, counts, kept.remove_columns(internal, **named), report
+    return mapped, counts, remaining.remove_columns(internal, **named), report
 
 
 def _columns(
@@ -721,15 +721,15 @@ def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
         raise DataError("the tokenizer has no eos token, so plain text cannot be terminated. Fix: set eos_token.")
     if ids == [eos]:
         return ids
-    kept = len(ids)
+    length = len(ids)
     # Remove all eos tokens and whitespace at the end. The text may end with an eos token, and the tokenizer may have
     # appended a second eos token.
-    while kept > 1:
-        blank = ids[kept - 2] == eos and not tokenizer.decode(ids[kept - 1 : kept]).strip()
-        if ids[kept - 1] != eos and not blank:
+    while length > 1:
+        blank = ids[length - 2] == eos and not tokenizer.decode(ids[length - 1 : length]).strip()
+        if ids[length - 1] != eos and not blank:
             break
-        kept -= 1
-    return [*ids[:kept], eos]
+        length -= 1
+    return [*ids[:length], eos]
 
 
 def shown_prompt(tokenizer: Tokenizer, ids: Sequence[int], placed: Sequence[Any]) -> str:
@@ -789,6 +789,6 @@ def plain_rows(dataset: AnyDataset) -> Any:
         return dataset.with_format(None)
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] in (None, "custom"):
         return dataset
-    kept, every = dataset.format["columns"], dataset.format["output_all_columns"]
+    columns, every = dataset.format["columns"], dataset.format["output_all_columns"]
     dataset = dataset.with_format(None)
-    return dataset if every or len(kept) == len(dataset.column_names) else dataset.select_columns(kept)
+    return dataset if every or len(columns) == len(dataset.column_names) else dataset.select_columns(columns)

@@ -155,10 +155,10 @@ def _parquet_conflict(files: list[Path]) -> str | None:
     first = schemas[files[0]]
     for file, schema in schemas.items():
         for name in sorted({*first.names, *schema.names}):
-            one, two = (str(s.field(name).type) if name in s.names else "absent" for s in (first, schema))
-            if _kind(one) != _kind(two) and "null" not in (one, two):
+            left, right = (str(s.field(name).type) if name in s.names else "absent" for s in (first, schema))
+            if _kind(left) != _kind(right) and "null" not in (left, right):
                 top = os.path.commonpath([files[0].parent, file.parent])
-                where = f"{one} in {files[0].relative_to(top)} and {two} in {file.relative_to(top)}"
+                where = f"{left} in {files[0].relative_to(top)} and {right} in {file.relative_to(top)}"
                 return f"column {name!r} is {where}. Fix: use one type in all files."
     return None
 
@@ -249,11 +249,11 @@ def _member(item: object) -> DatasetConfig:
         raise ConfigError(
             f"an entry of datasets must be a path or a mapping with the key 'path', not {type(item).__name__}: {item!r}."
         )
-    known = [f.name for f in fields(DatasetConfig)]
+    keys = [f.name for f in fields(DatasetConfig)]
     for key in item:
-        if key not in known:
+        if key not in keys:
             raise ConfigError(
-                f"an entry of datasets has the unknown key {key!r}{did_you_mean(key, known)}. Its keys can be {known}."
+                f"an entry of datasets has the unknown key {key!r}{did_you_mean(key, keys)}. Its keys can be {keys}."
             )
     if "path" not in item:
         raise ConfigError(f"an entry of datasets has no 'path': {dict(item)!r}. Fix: add the key 'path'.")
@@ -362,8 +362,8 @@ def _failure(path_or_id: str, file: Path, split: str | None, error: Exception) -
     if "corresponds to no data" in cause:
         empty = [part.name for part in parts if part.is_file() and not part.read_bytes().strip()]
         cause = f"the files {empty} have no rows" if empty else "the split has no rows"
-    one = "A single file has one split, 'train'" if file.is_file() else "The files of all splits have the same columns"
-    hint = f" {one}, and each column has one type." if file.exists() else ""
+    rule = "A single file has one split, 'train'" if file.is_file() else "The files of all splits have the same columns"
+    hint = f" {rule}, and each column has one type." if file.exists() else ""
     columns = {part.name: _first_keys(part) for part in parts if part.suffix == ".jsonl"}
     if len({tuple(keys) for keys in columns.values() if keys}) > 1:
         cause, hint = "its files have different columns", f" Columns by file: {columns}. Fix: use the same columns."
@@ -515,15 +515,15 @@ def _take(part: Any, count: int, path: str, sample: str, seed: int) -> Any:
 
 
 def _check_columns(parts: list[Any], members: list[DatasetConfig]) -> None:
-    known = [(part, member.path) for part, member in zip(parts, members, strict=True) if part.features is not None]
-    for part, path in known[1:]:
-        (first, first_path), columns = known[0], part.features
+    typed = [(part, member.path) for part, member in zip(parts, members, strict=True) if part.features is not None]
+    for part, path in typed[1:]:
+        (first, first_path), columns = typed[0], part.features
         for name in sorted({*first.features, *columns}):
-            one, two = (str(f[name]) if name in f else "absent" for f in (first.features, columns))
-            if one != two and "Value('null')" not in (one, two):
+            left, right = (str(f[name]) if name in f else "absent" for f in (first.features, columns))
+            if left != right and "Value('null')" not in (left, right):
                 differing = sorted({*first.features} ^ {*columns}) or [name]
                 raise DataError(
                     f"dataset {path!r} cannot be joined with {first_path!r} because their columns {differing} differ. Column "
-                    f"{name!r} is {one} in {first_path!r} and {two} in {path!r}. Fix: select only the common columns with "
+                    f"{name!r} is {left} in {first_path!r} and {right} in {path!r}. Fix: select only the common columns with "
                     "columns=[...], or cast a column to the type that it has in the other dataset."
                 )

@@ -374,10 +374,10 @@ def _trained_pieces(table: pa.Table, rows: list[int] | None = None, *, size: int
     # Number of tokens in the loss before each position.
     before = np.append(0, np.cumsum(np.asarray(labels.values) != IGNORED))
     starts = labels.starts[source] + skip
-    kept = before[starts + pieces] > before[starts + 1]
-    sizes = pieces[kept]
+    trained = before[starts + pieces] > before[starts + 1]
+    sizes = pieces[trained]
     return pa.table({
-        name: as_rows(gather(lists.values, (lists.starts[source] + skip)[kept], sizes), sizes)
+        name: as_rows(gather(lists.values, (lists.starts[source] + skip)[trained], sizes), sizes)
         for name, lists in columns.items()
     })  # fmt: skip
 
@@ -496,8 +496,8 @@ def _tally(dataset: datasets.Dataset, cut: int | None) -> tuple[int, int, int]:
     column = dataset.column_names[0]
     for table in dataset.select_columns([column]).with_format("arrow").iter(WINDOW_ROWS):
         items = list_column(table.column(0), column, None)
-        kept = items.lengths if cut is None else np.minimum(items.lengths, cut)
-        total, within = total + int(items.lengths.sum()), within + int(kept.sum())
+        lengths = items.lengths if cut is None else np.minimum(items.lengths, cut)
+        total, within = total + int(items.lengths.sum()), within + int(lengths.sum())
         if pa.types.is_integer(items.values.type) and not items.values.null_count:
-            checksum += segment_sum(np.asarray(items.values), items.starts, kept)
+            checksum += segment_sum(np.asarray(items.values), items.starts, lengths)
     return total, within, checksum % 2**64

@@ -205,8 +205,8 @@ def _truncate(prompt: list[int], answers: list[list[int]], limit: int, mode: str
         return prompt, [answer[: limit - len(prompt)] for answer in answers]
     excess = len(prompt) + max(map(len, answers)) - limit
     # Keep at least one prompt token, because the first answer token is predicted from it.
-    kept = prompt[excess:] if excess < len(prompt) else prompt[-1:]
-    return kept, [answer[-(limit - len(kept)) :] for answer in answers]
+    truncated = prompt[excess:] if excess < len(prompt) else prompt[-1:]
+    return truncated, [answer[-(limit - len(truncated)) :] for answer in answers]
 
 
 def prepare_answers(
@@ -240,9 +240,9 @@ def prepare_answers(
         )
     drop = [column for column in columns if column not in keep]
     about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
-    _, _, kept, report = tokenized(dataset, name, _answer_batch, {"tokenizer": tokenizer, "options": options}, **about)
+    _, _, rows, report = tokenized(dataset, name, _answer_batch, {"tokenizer": tokenizer, "options": options}, **about)
     _report_dropped(report, options)
-    return kept, report
+    return rows, report
 
 
 def _report_dropped(report: PreparationReport, options: AnswerOptions) -> None:

@@ -307,10 +307,10 @@ def with_lengths(dataset: AnyDataset, name: str) -> Any:
     """Add a column ``name`` with row lengths, which length-grouped samplers need. An existing column of that name is not
     replaced.
     """
-    known = known_columns(dataset)
-    if {name, "input_ids"} & set(known):
+    names = known_columns(dataset)
+    if {name, "input_ids"} & set(names):
         return dataset
-    columns = [dataset[column][:] for column in known if column.endswith("_ids")]
+    columns = [dataset[column][:] for column in names if column.endswith("_ids")]
     lengths = [sum(len(ids or ()) for ids in row) for row in zip(*columns, strict=True)]
     return dataset.add_column(name, lengths) if lengths else dataset
 

@@ -256,9 +256,9 @@ def _labelled(
         labels = [label if m else IGNORED for label, m in zip(labels, mask, strict=True)]
     diverged, no_end = len(head) - boundary, ends.isdisjoint(labels)
     cut = options.cut is not None and len(ids) > options.cut
-    kept = slice(options.cut) if options.truncation_mode == "keep_start" else slice(-(options.cut or 0), None)
+    window = slice(options.cut) if options.truncation_mode == "keep_start" else slice(-(options.cut or 0), None)
     trained = len(labels) - labels.count(IGNORED)
-    ids, labels = (ids[kept], labels[kept]) if cut else (ids, labels)
+    ids, labels = (ids[window], labels[window]) if cut else (ids, labels)
     left = len(labels) - labels.count(IGNORED)
     # Exclude the first token of a row from the loss, because no token precedes it.
     learnt = left - (labels[:1] not in ([], [IGNORED]))
@@ -345,18 +345,18 @@ def prepare_sft_dataset(
         logger.warning("formatting_func is ignored, because the %s rows are already tokenized.", name)
     fixed = {"tokenizer": tokenizer, "options": options}
     about: dict[str, Any] = {"drop": columns, "counters": COUNTERS, "notes": ["_tail"], "num_proc": num_proc}
-    mapped, counts, kept, report = tokenized(dataset, name, label_batch, fixed, hint=HINT, **about)
+    mapped, counts, rows, report = tokenized(dataset, name, label_batch, fixed, hint=HINT, **about)
     if not streaming:
         _report_dropped(report, mapped, counts, options, tokenizer)
     if options.packing:
         assert options.max_length is not None
         if options.packing == "bfd_split":
-            kept = _split(kept, options.max_length, report, extra)
-        kept = pack_dataset(kept, options.max_length, options.packing, map_kwargs=extra, seed=seed)
+            rows = _split(rows, options.max_length, report, extra)
+        rows = pack_dataset(rows, options.max_length, options.packing, map_kwargs=extra, seed=seed)
         # "wrapped" splits rows at any position, so a packed row may contain only prompt tokens.
         if options.packing == "wrapped":
-            kept = kept.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
-    return kept, report
+            rows = rows.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
+    return rows, report
 
 
 def _log_form(

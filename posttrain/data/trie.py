@@ -220,7 +220,7 @@ def _join(tree: Tree, members: list[Member], most: int) -> bool:
 def _shared(node: Node, row: Row, depth: int) -> int:
     """Count how many of a node's first tokens equal the tokens of a row's prompt from index ``depth`` on."""
     prompt, ids = row.prompt_ids, node.ids
-    most = min(len(ids), len(prompt) - depth, *(_first_picture(one, row, depth) for one in (node, row)))
+    most = min(len(ids), len(prompt) - depth, *(_first_picture(owner, row, depth) for owner in (node, row)))
     if ids[:most] == prompt[depth : depth + most]:
         return most
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids[:most], prompt[depth:], strict=False)))
@@ -300,11 +300,11 @@ def check_batch(batch: Batch) -> None:
     """
     rows, width = batch.input_ids.shape
     check_segments(batch.segments, width)
-    known = {segment.row for segment in batch.segments}
-    bare = [row for row in range(rows) if row not in known]
+    used = {segment.row for segment in batch.segments}
+    bare = [row for row in range(rows) if row not in used]
     ends = max((leaf.segment for leaf in batch.leaves), default=-1)
-    if not known <= set(range(rows)) or ends >= len(batch.segments) or (bare and bool(batch.seen_until[bare].any())):
+    if not used <= set(range(rows)) or ends >= len(batch.segments) or (bare and bool(batch.seen_until[bare].any())):
         raise DataError(
-            f"a Batch with {rows} rows has {len(batch.segments)} segments, which are in rows {sorted(known)}, and the last "
+            f"a Batch with {rows} rows has {len(batch.segments)} segments, which are in rows {sorted(used)}, and the last "
             f"segment of a sequence is {ends}. Fix: create the batch with collate (posttrain.data.forest)."
         )
