@@ -366,8 +366,8 @@ def plan(
     dtype = _dtype(args, model_config, model)
     packing = _packing(args, model_config if model is None else config_of(model))
     bits = weight_bits(packing) if bits is None else bits
-    known = _kind(traits, args, images=pixels is not None)
-    policy = Part("policy", model_config, dtype=dtype, peft_config=peft_config, bits=bits, **known)
+    options = _kind(traits, args, images=pixels is not None)
+    policy = Part("policy", model_config, dtype=dtype, peft_config=peft_config, bits=bits, **options)
     size = batch_size or int(args.per_device_train_batch_size)
     rows = _longest_rows(traits, args, lengths, size)
     together = {"whole_rows": traits.whole_rows, "together": traits.single_pass}
@@ -544,12 +544,12 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
 
 def longest_of(rows: Sequence[Row], traits: Traits, args: PostTrainingConfig) -> Lengths:
     """Return the lengths of the longest row. If completions are sampled later, the config gives their maximum length."""
-    known = assumed_lengths(traits, args)
+    assumed = assumed_lengths(traits, args)
     if not rows:
-        return known
+        return assumed
     if traits.samples:
         prompt = max(len(row.prompt_ids) for row in rows)
-        return Lengths(prompt, known.completion, "the longest prompt of the data, the config's completions")
+        return Lengths(prompt, assumed.completion, "the longest prompt of the data, the config's completions")
     longest = max(rows, key=lambda row: len(row.prompt_ids) + sum(map(len, row.completions)))
     return Lengths(
         len(longest.prompt_ids), max(map(len, longest.completions), default=0), "the longest row of the data"

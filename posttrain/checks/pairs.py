@@ -137,19 +137,19 @@ PROMPT_NAMES = ("question", "query", "instruction", "input", "problem", "user", 
 def prompt_left_over(context: Context) -> Iterator[Finding]:
     """Find a column that looks like the prompt, in a dataset of text pairs without a prompt column."""
     names = {name.casefold(): name for name in known_columns(context.train_dataset)}
-    found = next((names[name] for name in PROMPT_NAMES if name in names), None)
-    if found is None or "prompt" in names or not {"chosen", "rejected"} <= set(names):
+    column = next((names[name] for name in PROMPT_NAMES if name in names), None)
+    if column is None or "prompt" in names or not {"chosen", "rejected"} <= set(names):
         return
     row = next(iter(context.train_dataset), {})
-    prompt, chosen = row.get(found), row.get("chosen")
+    prompt, chosen = row.get(column), row.get("chosen")
     if isinstance(prompt, str) and isinstance(chosen, str) and prompt.strip() and prompt.strip() not in chosen:
         yield finding(
             "PT-D037",
             "warning",
-            f"the pairs have no column 'prompt', but the column {found!r}, which is not read, looks like the prompt",
-            f"row 0: {found}={prompt[:60]!r}, chosen={chosen[:60]!r}",
+            f"the pairs have no column 'prompt', but the column {column!r}, which is not read, looks like the prompt",
+            f"row 0: {column}={prompt[:60]!r}, chosen={chosen[:60]!r}",
             "the common beginning of chosen and rejected is used as prompt, so the model is trained without the question.",
-            f"rename the column: dataset = dataset.rename_column({found!r}, 'prompt').",
+            f"rename the column: dataset = dataset.rename_column({column!r}, 'prompt').",
         )
 
 

@@ -223,9 +223,9 @@ def lookup(key: str) -> Check:
     for check in checks:
         if key.casefold() in (check.code.casefold(), check.name.casefold()):
             return check
-    known = [text for check in checks for text in (check.code, check.name)]
+    keys = [text for check in checks for text in (check.code, check.name)]
     raise ConfigError(
-        f"{key!r} is neither the code nor the name of a check{did_you_mean(key, known)}. docs/assumptions.md lists all checks."
+        f"{key!r} is neither the code nor the name of a check{did_you_mean(key, keys)}. docs/assumptions.md lists all checks."
     )
 
 

@@ -107,8 +107,8 @@ def unreachable_penalties(context: Context) -> Iterable[Finding | None]:
     """Find length penalties that no completion can reach."""
     rewards: Any = context.parts["rewards"]
     longest = context.args.max_completion_length
-    penalties = [one for one in rewards.functions if isinstance(one, SoftOverlongPunishment)]
-    return [check_overlong(one.limit, one.cache, longest) for one in penalties if longest is not None]
+    penalties = [penalty for penalty in rewards.functions if isinstance(penalty, SoftOverlongPunishment)]
+    return [check_overlong(penalty.limit, penalty.cache, longest) for penalty in penalties if longest is not None]
 
 
 def histogram(values: Sequence[float]) -> str:
@@ -118,13 +118,13 @@ def histogram(values: Sequence[float]) -> str:
     >>> histogram([0.0, 0.0, 1.0])
     '0: 2, 1: 1'
     """
-    known = [value for value in values if not math.isnan(value)]
-    different = sorted(set(known))
+    valid = [value for value in values if not math.isnan(value)]
+    different = sorted(set(valid))
     if len(different) <= HISTOGRAM_BINS:
-        return ", ".join(f"{value:g}: {known.count(value)}" for value in different) or "no reward at all"
+        return ", ".join(f"{value:g}: {valid.count(value)}" for value in different) or "no reward at all"
     low, width = different[0], (different[-1] - different[0]) / HISTOGRAM_BINS
     counts = [0] * HISTOGRAM_BINS
-    for value in known:
+    for value in valid:
         counts[min(HISTOGRAM_BINS - 1, int((value - low) / width))] += 1
     return ", ".join(f"{low + i * width:.3g} to {low + (i + 1) * width:.3g}: {n}" for i, n in enumerate(counts) if n)
 
@@ -180,15 +180,15 @@ class RunningReward:
 
     def add(self, values: Sequence[float]) -> RunningReward:
         """Return statistics that include the rewards of another generation. NaN is treated as a missing reward."""
-        known = [value for value in values if not math.isnan(value)]
+        valid = [value for value in values if not math.isnan(value)]
         count, mean, squares = self.count, self.mean, self.squares
-        for value in known:
+        for value in valid:
             count += 1
             before = value - mean
             mean += before / count
             squares += before * (value - mean)
-        low, high = min([self.low, *known]), max([self.high, *known])
-        return RunningReward(count, self.missing + len(values) - len(known), mean, squares, low, high)
+        low, high = min([self.low, *valid]), max([self.high, *valid])
+        return RunningReward(count, self.missing + len(values) - len(valid), mean, squares, low, high)
 
     @property
     def std(self) -> float:
@@ -407,13 +407,13 @@ def _narrow_groups(history: RewardHistory, least: float) -> Notice | None:
     """Find groups whose rewards have a tiny standard deviation. Division by it would amplify noise to updates of normal
     size.
     """
-    known, whole = len(history.spreads), history.totals.std
+    groups, whole = len(history.spreads), history.totals.std
     narrow = sum(std > 0 and least <= std < NARROW_SPREAD * whole for std in history.spreads)
-    if known < GROUPS_NEEDED or narrow <= NARROW_SHARE * known:
+    if groups < GROUPS_NEEDED or narrow <= NARROW_SHARE * groups:
         return None
     return Notice(
         "narrow",
-        f"{narrow} of the last {known} groups have a standard deviation below a thousandth of the standard deviation of all "
+        f"{narrow} of the last {groups} groups have a standard deviation below a thousandth of the standard deviation of all "
         f"rewards ({whole:.3g}), and scale_rewards='group' amplifies such differences to full updates. If they are noise, set "
         "min_group_std or scale_rewards='batch'.",
     )

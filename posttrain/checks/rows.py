@@ -307,7 +307,7 @@ def _duplicate(sample: RowSample) -> Seen:
     bad = []
     for index, row in enumerate(sample.rows):
         lists = (row.completions, row.loss_masks, row.pictures)
-        key = (tuple(row.prompt_ids), *(tuple(map(tuple, one)) for one in lists))
+        key = (tuple(row.prompt_ids), *(tuple(map(tuple, column)) for column in lists))
         if key in seen:
             bad.append(index)
         seen.add(key)
@@ -470,11 +470,11 @@ def sampled_rows(context: Context) -> Iterable[Finding]:
     if not context.rows:
         return
     sample = context.sample or RowSample(context.rows, context.tokenizer, context.limit)
-    for one in sample.findings:
-        if one.code in context.parts.get("ignored_codes", frozenset()):
+    for issue in sample.findings:
+        if issue.code in context.parts.get("ignored_codes", frozenset()):
             continue
-        stops = one.code == "PT-D005" or (one.code == "PT-D001" and _beyond_model(context))
-        yield one if stops or one.severity != "error" else replace(one, severity="warning")
+        stops = issue.code == "PT-D005" or (issue.code == "PT-D001" and _beyond_model(context))
+        yield issue if stops or issue.severity != "error" else replace(issue, severity="warning")
 
 
 CONTROLS_READ = 1000  # Number of rows that are searched for control tokens.
@@ -493,7 +493,7 @@ def typed_control_tokens(context: Context) -> Iterable[Finding]:
     if not words or not names or not hasattr(dataset, "select"):  # Streams are not searched.
         return
     pattern = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
-    found: dict[int, str] = {}
+    tokens: dict[int, str] = {}
     for index, row in enumerate(first_rows(dataset, CONTROLS_READ, names)):
         turns = [turn for name in names for turn in _messages(row.get(name))]
         typed = (
@@ -502,12 +502,12 @@ def typed_control_tokens(context: Context) -> Iterable[Finding]:
             if isinstance(text := turn.get("content"), str) and not _answers([turn])
         )
         if match := next(filter(None, typed), None):
-            found[index] = match.group()
-    if found:
-        shown = ", ".join(f"row {index} ({found[index]!r})" for index in list(found)[:3])
+            tokens[index] = match.group()
+    if tokens:
+        shown = ", ".join(f"row {index} ({tokens[index]!r})" for index in list(tokens)[:3])
         yield finding(
             "PT-D016", "warning",
-            f"{count_of(len(found), min(len(dataset), CONTROLS_READ))} have control tokens in the text of a message that is not "
+            f"{count_of(len(tokens), min(len(dataset), CONTROLS_READ))} have control tokens in the text of a message that is not "
             f"the assistant's: {shown}.",
             "the training set",
             "the tokenizer encodes such text as control tokens, so the author of the text can end a turn, or begin another turn.",
@@ -668,6 +668,6 @@ def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, A
     path = Path(folder or ".").expanduser() / SUSPECTS
     # A text may contain line separators other than \n, so splitlines would split it.
     there = list(filter(None, path.read_text(encoding="utf-8").split("\n"))) if path.is_file() else []
-    kept = [line for line in map(json.loads, there) if line["reason"] != reason]
+    remaining = [line for line in map(json.loads, there) if line["reason"] != reason]
     if there or rows:
-        write_lines(folder, SUSPECTS, [*kept, *({"reason": reason, **row} for row in rows)])
+        write_lines(folder, SUSPECTS, [*remaining, *({"reason": reason, **row} for row in rows)])

@@ -597,8 +597,8 @@ def review(history: History) -> list[Verdict]:
 
 
 def _verdict(rule: Rule, rows: History) -> Verdict:
-    known = sum(any(name in row for name in rule.metrics) for row in rows)
-    if known < ROWS_NEEDED:
+    count = sum(any(name in row for name in rule.metrics) for row in rows)
+    if count < ROWS_NEEDED:
         return Verdict(rule, "unknown")
     total = int(rows[-1]["step"])
     steps = min(rule.steps, max(ROWS_NEEDED * math.ceil(total / len(rows)), total // 4))

@@ -176,15 +176,15 @@ class Parity:
         """
         first = self.first.get(where)
         self.moved = self.moved or (first is not None and mean_gap(probe.logps, first[0]) > 0)
-        found = check_parity(
+        finding = check_parity(
             where, probe.logps, theirs, dtype=dtype, version=version, computed=probe.computed, first=first,
             noise=probe.noise,
         )  # fmt: skip
-        if found is None:
+        if finding is None:
             # If the engine has other weights, e.g. before the first push of a resumed run, its log-probs are not a valid
             # first comparison.
             self.first.setdefault(where, (probe.logps, theirs))
-        return found
+        return finding
 
 
 def check_negative_control(where: str, before: Finding | None) -> Finding | None:

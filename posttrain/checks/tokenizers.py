@@ -93,9 +93,9 @@ class TokenizerMatch:
 
 def _byte_table() -> dict[str, int]:
     """Return the inverse of the table with which byte-level tokenizers represent bytes as characters."""
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table, extra = {chr(code): code for code in kept}, 256
-    for code in sorted(set(range(256)) - set(kept)):
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table, extra = {chr(code): code for code in printable}, 256
+    for code in sorted(set(range(256)) - set(printable)):
         table[chr(extra)], extra = code, extra + 1
     return table
 
@@ -157,20 +157,20 @@ def compare_tokenizers(
         stops: Ids at which each model stops generating.
         extra: Additional texts from the user's data.
     """
-    one, two = token_bytes(first), token_bytes(second)
-    odd = sorted(i for i in one.keys() | two.keys() if one.get(i) != two.get(i))
+    first_bytes, second_bytes = token_bytes(first), token_bytes(second)
+    odd = sorted(i for i in first_bytes.keys() | second_bytes.keys() if first_bytes.get(i) != second_bytes.get(i))
     texts = [] if first is second else probe_texts(first, second, extra)
     written = [text for text in texts if _ids(first, text) != _ids(second, text)]
     kinds = (_spelling(first), _spelling(second))
     ends = tuple(tuple(sorted(set(ids))) for ids in stops) if stops is not None else ()
     special = {name: (getattr(first, name), getattr(second, name)) for name in SPECIAL}
     return TokenizerMatch(
-        verdict=_verdict((one, two), written, kinds, widths),
+        verdict=_verdict((first_bytes, second_bytes), written, kinds, widths),
         sizes=(len(first), len(second)),
         widths=widths,
         different=len(odd),
-        common=len(set(one.values()) & set(two.values())),
-        examples=tuple((i, one.get(i), two.get(i)) for i in odd[:IDS_SHOWN]),
+        common=len(set(first_bytes.values()) & set(second_bytes.values())),
+        examples=tuple((i, first_bytes.get(i), second_bytes.get(i)) for i in odd[:IDS_SHOWN]),
         special={name: pair for name, pair in special.items() if pair[0] != pair[1]},
         stops=ends if ends and ends[0] != ends[1] else (),  # type: ignore[arg-type]
         texts=tuple(written),
