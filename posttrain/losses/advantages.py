@@ -241,8 +241,8 @@ def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
     grouped = _groups(totals, group_size)
     count = (~grouped.isnan()).sum(-1, keepdim=True)
     others = (grouped.nansum(-1, keepdim=True) - grouped) / (count - 1)
-    known = (count > 1) & ~_alike(grouped, -1)
-    return torch.where(known, grouped - others, 0.0).nan_to_num(0.0).flatten()
+    valid = (count > 1) & ~_alike(grouped, -1)
+    return torch.where(valid, grouped - others, 0.0).nan_to_num(0.0).flatten()
 
 
 def standardized(advantages: Tensor, scored: Tensor) -> Tensor:
@@ -253,5 +253,5 @@ def standardized(advantages: Tensor, scored: Tensor) -> Tensor:
         advantages: ``(n,)`` advantages of the completions of all ranks.
         scored: Bool tensor ``(n,)``, True for completions that a reward function has scored.
     """
-    known = advantages.masked_fill(~scored, torch.nan)
-    return (centred(known) / (_std(known) + EPSILON)).nan_to_num(0.0)
+    masked = advantages.masked_fill(~scored, torch.nan)
+    return (centred(masked) / (_std(masked) + EPSILON)).nan_to_num(0.0)

@@ -155,8 +155,8 @@ def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tenso
 
     Reference: Length desensitization in DPO (LD-DPO), arXiv:2409.06411.
     """
-    kept = mask & (sequence >= 0)
-    owner = sequence[kept]
+    valid = mask & (sequence >= 0)
+    owner = sequence[valid]
     # A stable sort keeps the order of tokens within a sequence.
     order = owner.argsort(stable=True)
     counts = torch.bincount(owner, minlength=len(limits))
@@ -164,7 +164,7 @@ def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tenso
     rank = torch.empty_like(owner)
     rank[order] = torch.arange(len(owner), device=owner.device) - starts[owner[order]]
     weight = torch.where(rank < limits[owner], 1.0, alpha).to(logp)
-    return logp.new_zeros(len(limits)).index_add(0, owner, weight * logp[kept])
+    return logp.new_zeros(len(limits)).index_add(0, owner, weight * logp[valid])
 
 
 def collision_logp(logits: Tensor) -> Tensor:

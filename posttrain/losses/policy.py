@@ -140,9 +140,9 @@ def sequence_weight(
         sequence: ``(B, T)`` sequence index of each token.
         num_sequences: Number of sequences S.
     """
-    known = mask & ~rollout_logp.isnan()
-    some = sequence_sum(known.float(), known, sequence, num_sequences) > 0
-    return sequence_mean(weight, known, sequence, num_sequences), some
+    valid = mask & ~rollout_logp.isnan()
+    some = sequence_sum(valid.float(), valid, sequence, num_sequences) > 0
+    return sequence_mean(weight, valid, sequence, num_sequences), some
 
 
 def engine_gap(logp: Tensor, sampled_logp: Tensor, mask: Tensor) -> dict[str, Metric]:
@@ -157,14 +157,14 @@ def engine_gap(logp: Tensor, sampled_logp: Tensor, mask: Tensor) -> dict[str, Me
         Metrics by name: mean and maximum of ``|logp - sampled_logp|``, the KL estimate ``mean(rho - 1 - log rho)``, and the
         fraction of NaN log-probs.
     """
-    known = mask & ~sampled_logp.isnan()
-    difference = torch.where(known, logp.detach() - sampled_logp, 0.0)
+    valid = mask & ~sampled_logp.isnan()
+    difference = torch.where(valid, logp.detach() - sampled_logp, 0.0)
     gap = difference.abs()
     return {
-        "sampling/sampling_logp_difference/mean": mean(gap, known),
-        "sampling/sampling_logp_difference/max": maximum(gap, known),
-        "sampling/kl": mean(torch.expm1(difference) - difference, known),
-        "sampling/nan_logprobs": mean((~known).float(), mask),
+        "sampling/sampling_logp_difference/mean": mean(gap, valid),
+        "sampling/sampling_logp_difference/max": maximum(gap, valid),
+        "sampling/kl": mean(torch.expm1(difference) - difference, valid),
+        "sampling/nan_logprobs": mean((~valid).float(), mask),
     }
 
 

@@ -121,11 +121,11 @@ class Moments:
 
 def moments(values: Tensor, mask: Tensor) -> Moments:
     """Compute the `Moments` of the values that the mask selects. All moments are 0 if the mask selects no value."""
-    kept = values[mask.bool()].double()
-    if not kept.numel():
+    selected = values[mask.bool()].double()
+    if not selected.numel():
         return Moments(0.0, 0.0, 0.0)
-    mean = float(kept.mean())
-    return Moments(float(kept.numel()), mean, float((kept - mean).square().sum()))
+    mean = float(selected.mean())
+    return Moments(float(selected.numel()), mean, float((selected - mean).square().sum()))
 
 
 def merge_moments(parts: Iterable[Moments]) -> Moments:

@@ -77,9 +77,9 @@ def kept_log_mass(logits: Tensor, truncation: Truncation, targets: Tensor) -> Te
     >>> kept_log_mass(logits, Truncation(top_k=2, never=(0,)), torch.tensor([[1]])).exp()
     tensor([0.4500])
     """
-    kept = truncate(logits, truncation)
-    kept.scatter_(1, targets, logits.gather(1, targets))
-    return kept.logsumexp(-1) - logits.logsumexp(-1)
+    truncated = truncate(logits, truncation)
+    truncated.scatter_(1, targets, logits.gather(1, targets))
+    return truncated.logsumexp(-1) - logits.logsumexp(-1)
 
 
 def _nucleus_from(logits: Tensor, top_p: float) -> Tensor:

@@ -42,8 +42,8 @@ def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
         ``(2,)`` totals in the dtype of ``log_ratio``, without gradient.
     """
     valid = torch.ones_like(log_ratio, dtype=torch.bool) if valid is None else valid
-    kept = torch.where(valid, log_ratio.detach(), 0.0)
-    return torch.stack([kept.sum(), valid.to(kept).sum()])
+    masked = torch.where(valid, log_ratio.detach(), 0.0)
+    return torch.stack([masked.sum(), valid.to(masked).sum()])
 
 
 def kl_baseline(totals: Tensor) -> Tensor:
