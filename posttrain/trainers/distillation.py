@@ -254,8 +254,8 @@ class DistillationTrainer(OnlineTrainer):
         """The single teacher in this process. Reading this property raises an error if there is no teacher or if there are
         several teachers.
         """
-        (one,) = self.teachers.values()
-        return one
+        (teacher,) = self.teachers.values()
+        return teacher
 
     @property
     def teacher_names(self) -> list[str]:
@@ -623,10 +623,10 @@ class DistillationTrainer(OnlineTrainer):
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
         """Compute advantages as in other online trainers, and store the additional data that the teacher needs."""
-        found = super().advantages(rollouts, rewards, logps)
+        advantages = super().advantages(rollouts, rewards, logps)
         if len(self._sampled) == len(rollouts.rollouts):
-            found = replace(found, columns={"on_policy": [float(by_student) for by_student in self._sampled]})
-        return self.keep(rollouts, found)
+            advantages = replace(advantages, columns={"on_policy": [float(by_student) for by_student in self._sampled]})
+        return self.keep(rollouts, advantages)
 
     @property
     def keeps_completions(self) -> bool:

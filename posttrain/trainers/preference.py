@@ -200,13 +200,13 @@ class PreferenceTrainer(PostTrainer):
         """Tokenize a dataset with `prepare_answers`, and check its labels."""
         if self.method.judged:
             dataset = extract_and_unpair(dataset, self.args.dataset_num_proc)
-        known = self.method.reference_columns
-        if training and known and self.args.sync_ref_model and set(known) <= set(dataset.column_names or ()):
+        columns = self.method.reference_columns
+        if training and columns and self.args.sync_ref_model and set(columns) <= set(dataset.column_names or ()):
             raise ConfigError(
-                f"sync_ref_model=True changes the reference, but the columns {list(known)} of the {name} rows contain fixed "
+                f"sync_ref_model=True changes the reference, but the columns {list(columns)} of the {name} rows contain fixed "
                 "log-probs of the reference. Fix: remove the columns, or set sync_ref_model=False."
             )
-        keep = (*known, *self.method.keep, NUMBER)
+        keep = (*columns, *self.method.keep, NUMBER)
         about: dict[str, Any] = {"name": name, "num_proc": self.args.dataset_num_proc, "keep": keep}
         if self.vision.reader is not None:
             if self.answer_options().max_prompt_length:
@@ -265,13 +265,13 @@ class PreferenceTrainer(PostTrainer):
         hooks = super()._hooks()
         if not self.method.traits.compares_reference:
             return hooks
-        kept = dict(self.reference_sums) if self._reads_sums() else {}
+        cached = dict(self.reference_sums) if self._reads_sums() else {}
         # Do not cache values of a stream, because a stream may never repeat its rows.
         if not isinstance(self.train_dataset, Sized):
-            kept.pop("train", None)
+            cached.pop("train", None)
         if not self.is_in_train:
-            kept.pop("eval", None)
-        return replace(hooks, prepare=partial(prepare_references, kept=kept, refer=self._refer()))
+            cached.pop("eval", None)
+        return replace(hooks, prepare=partial(prepare_references, kept=cached, refer=self._refer()))
 
     def _refer(self) -> Callable[[Run, Batch], Batch]:
         own = self._replaced(PreferenceTrainer, "with_reference", None)
