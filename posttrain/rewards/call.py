@@ -240,11 +240,11 @@ def parameters(function: Callable) -> tuple[dict[str, bool], bool]:
     If the signature cannot be read, the function is assumed to accept any keyword argument.
     """
     try:
-        found = inspect.signature(function).parameters.values()
+        params = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return {}, True
-    named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return {p.name: p.default is p.empty for p in named}, any(p.kind is p.VAR_KEYWORD for p in found)
+    named = [p for p in params if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {p.name: p.default is p.empty for p in named}, any(p.kind is p.VAR_KEYWORD for p in params)
 
 
 def score(
@@ -303,7 +303,7 @@ def _results(
     results: dict[str, Any] = {}
     seconds: dict[str, float] = {}
     later: dict[str, Callable[[], Awaitable]] = {}
-    for function in sorted(functions, key=lambda one: one.concurrent):
+    for function in sorted(functions, key=lambda reward: reward.concurrent):
         name = function.name
         arguments = accepted(
             function, rows, {**always, "log_extra": functools.partial(_log_extra, name, extra[name], count)}
@@ -343,7 +343,7 @@ def accepted(function: RewardFunction, rows: Mapping[str, list[Any]], always: Ma
     taken = {
         name: value for name, value in {**rows, **always}.items() if function.takes_all or name in function.accepts
     }
-    return {name: [_copy(one) for one in value] if name in rows else value for name, value in taken.items()}
+    return {name: [_copy(item) for item in value] if name in rows else value for name, value in taken.items()}
 
 
 def _log_extra(name: str, extra: dict[str, list[Any]], count: int, column: str, values: Sequence[Any]) -> None:

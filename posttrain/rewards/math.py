@@ -270,8 +270,8 @@ def _judge_words(text: str, gold: str, lenient: bool) -> Verdict:
     if not wanted:
         return Verdict(None, UNPARSEABLE, SKIPPED)
     answer = answer_box(text)
-    given = _plain(text if answer is None and lenient else answer or "")
-    return Verdict(float(given == wanted), wanted, given or UNPARSEABLE)
+    extracted = _plain(text if answer is None and lenient else answer or "")
+    return Verdict(float(extracted == wanted), wanted, extracted or UNPARSEABLE)
 
 
 def _plain(text: str) -> str:

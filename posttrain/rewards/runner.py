@@ -75,9 +75,9 @@ def parse_transform(spec: str | None) -> Transform | None:
     """
     name, *arguments = str(spec or "none").split(":")
     if name not in TRANSFORMS:
-        known = ", ".join(syntax for syntax, _ in TRANSFORMS.values())
+        choices = ", ".join(syntax for syntax, _ in TRANSFORMS.values())
         raise ConfigError(
-            f"reward_transform={spec!r} is unknown{did_you_mean(name, TRANSFORMS)}. Fix: choose one of {known}."
+            f"reward_transform={spec!r} is unknown{did_you_mean(name, TRANSFORMS)}. Fix: choose one of {choices}."
         )
     syntax, make = TRANSFORMS[name]
     try:
@@ -174,8 +174,8 @@ def variance_shares(values: Tensor, weights: Tensor) -> Tensor:
     >>> variance_shares(torch.tensor([[0.0, 0.0], [3.0, 1.0]]), torch.tensor([1.0, 1.0])).tolist()
     [0.8999999761581421, 0.10000000149011612]
     """
-    known = ~values.isnan()
-    count = known.sum(0).clamp_min(1)
+    scored = ~values.isnan()
+    count = scored.sum(0).clamp_min(1)
     centred = (values - values.nansum(0) / count).nan_to_num(0.0)
     weighted = weights.square() * centred.square().sum(0) / count  # (K,)
     total = weighted.sum()
@@ -194,8 +194,8 @@ def correlation(one: Tensor, other: Tensor) -> float | None:
     >>> correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0]))
     1.0
     """
-    known = ~(one.isnan() | other.isnan())
-    a, b = one[known].double(), other[known].double()
+    valid = ~(one.isnan() | other.isnan())
+    a, b = one[valid].double(), other[valid].double()
     if a.numel() < 2:
         return None
     a, b = a - a.mean(), b - b.mean()
@@ -379,21 +379,21 @@ class RewardRunner:
         """Return the dataset columns for reward functions. If the trainer has an argument with the name of a column, the
         column is excluded. A warning about it is logged once.
         """
-        given = {*RESERVED[1:], *always, "log_extra", "log_metric"}
+        arguments = {*RESERVED[1:], *always, "log_extra", "log_metric"}
         for name in columns:
             if name in ("prompts", "completions"):
                 raise RewardError(
                     f"the dataset column {name!r} has the same name as an argument that every reward function gets. Fix: "
                     "rename the column."
                 )
-            if name in given - self._hidden:
+            if name in arguments - self._hidden:
                 self._hidden.add(name)
                 logger.warning(
                     "the dataset column %r is not passed to reward functions, because the trainer passes its own %r. Fix: rename "
                     "the column if a function needs it.",
                     name, "completions" if name == "completion" else name,
                 )  # fmt: skip
-        return {name: column for name, column in columns.items() if name not in given and name not in RESERVED}
+        return {name: column for name, column in columns.items() if name not in arguments and name not in RESERVED}
 
     def rows_again(self, count: int) -> list[int]:
         """Return the indices of the rows that are scored twice, for a batch of ``count`` rows."""
@@ -403,7 +403,7 @@ class RewardRunner:
         """Score a few rows again. Log a warning about functions whose two rewards differ."""
         again = self.rows_again(len(table.values))
         rows, always = (
-            {name: [one[i] for i in again] if isinstance(one, list) else one for name, one in mapping.items()}
+            {name: [value[i] for i in again] if isinstance(value, list) else value for name, value in mapping.items()}
             for mapping in (rows, always)
         )
         try:
@@ -453,7 +453,7 @@ class RewardRunner:
 
     def transforms_state(self) -> list[list[float] | None]:
         """Return the state of each transform for a checkpoint, as JSON-serializable values."""
-        return [list(astuple(one)) if isinstance(one, RunningScale) else None for one in self.transforms]
+        return [list(astuple(function)) if isinstance(function, RunningScale) else None for function in self.transforms]
 
     def load_transforms(self, state: Sequence[Sequence[float] | None]) -> None:
         """Restore the transforms from the result of `transforms_state`."""
