@@ -171,8 +171,8 @@ class Checkup:
             try:
                 stage.result = getattr(self, "_" + name.lower().replace(" ", "_"))()
             except Exception as error:
-                known = isinstance(error, (PosttrainError, ValueError, TypeError, OSError, ImportError, RuntimeError))
-                stage.error = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
+                handled = isinstance(error, (PosttrainError, ValueError, TypeError, OSError, ImportError, RuntimeError))
+                stage.error = str(error) if handled and str(error) else f"{type(error).__name__}: {error}"
             stage.seconds = round(time.perf_counter() - started, 3)
             if stage.result or stage.error:
                 self.stages.append(stage)
@@ -388,7 +388,7 @@ class Checkup:
         # short completions.
         skipped = registry.codes_of("R", "log_step") if trainer.method.traits.samples else ()
         reported = trainer.run.checks.preflight.reported
-        self._report([found for found in reported if not found.code.startswith(("PT-L", *skipped))])
+        self._report([finding for finding in reported if not finding.code.startswith(("PT-L", *skipped))])
         return "one step and one evaluation batch" if trainer.eval_dataset is not None else "one step"
 
     def _context(self, **more: Any) -> Any:
@@ -578,8 +578,8 @@ def show(checkup: Checkup) -> None:
         table.add_row(mark, stage.name, Text(visible(stage.error or stage.result)))
     console.print(table)
     for finding in sorted(checkup.findings, key=lambda f: ("info", "warning", "error").index(f.severity)):
-        known = registry.REGISTRY.get(finding.code)
-        name = f" {known.name}" if known else ""
+        check = registry.REGISTRY.get(finding.code)
+        name = f" {check.name}" if check else ""
         console.print(Text.assemble("\n", (f"{finding.severity} {finding.code}{name}", STYLES[finding.severity])))
         words = f"{finding.what} ({finding.where})\n{finding.why}\nFix: {finding.fix}"
         console.print(Text(visible(words)), soft_wrap=False)

@@ -97,8 +97,8 @@ class Option(NamedTuple):
 @cache
 def _nodes() -> dict[str, ast.AST]:
     files = [file for pattern in SOURCES for file in sorted(ROOT.glob(pattern))]
-    found = importlib.util.find_spec("transformers")  # Only locate the package.
-    files += [Path(folder) / "training_args.py" for folder in found.submodule_search_locations or ()] if found else []
+    spec = importlib.util.find_spec("transformers")  # Only locate the package.
+    files += [Path(folder) / "training_args.py" for folder in spec.submodule_search_locations or ()] if spec else []
     nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)} | {
         node.target.id: node for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
@@ -110,8 +110,8 @@ def _unread(node: ast.ClassDef) -> set[str]:
     does not use.
     """
     calls = [call for call in node.decorator_list if isinstance(call, ast.Call)]
-    given = [word.value for call in calls for word in call.keywords if word.arg == "unread"]
-    parts = [part for value in given for part in ast.walk(value)]
+    values = [word.value for call in calls for word in call.keywords if word.arg == "unread"]
+    parts = [part for value in values for part in ast.walk(value)]
     named = [_nodes()[part.id] for part in parts if isinstance(part, ast.Name) and part.id in _nodes()]
     parts += [part for node in named for part in ast.walk(node)]
     excluded = [part for compared in parts if isinstance(compared, ast.Compare) for part in ast.walk(compared)]
@@ -166,7 +166,7 @@ def _lineage(name: str) -> list[ast.ClassDef]:
     if not isinstance(node, ast.ClassDef):
         return []
     bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
-    return list(dict.fromkeys([node, *(one for base in bases for one in _lineage(base))]))
+    return list(dict.fromkeys([node, *(ancestor for base in bases for ancestor in _lineage(base))]))
 
 
 def groups(command: str) -> dict[str, dict[str, Option]]:
@@ -316,7 +316,7 @@ def starter(command: str) -> str:
             f"dataset_name: rows.jsonl              # one {{{columns}}} per line\n"
             f"output_dir: runs/{command}\nmax_steps: 200\nlogging_steps: 1\nreport_to: none\n"
         )
-    known = {line.partition(":")[0] for line in begun.splitlines()}
+    present = {line.partition(":")[0] for line in begun.splitlines()}
     shown = {heading: options for heading, options in groups(command).items() if heading != TRANSFORMERS}
     lines = [
         f"# posttrain {command} --config THIS_FILE",
@@ -324,11 +324,11 @@ def starter(command: str) -> str:
         begun,
     ]
     lines += ["# --- evaluation and checkpoints; every field of transformers.TrainingArguments can be set here"]
-    lines += [f"# {name}: {value}" for name, value in EVALUATION.items() if name not in known]
+    lines += [f"# {name}: {value}" for name, value in EVALUATION.items() if name not in present]
     for heading, options in shown.items():
         lines.append(f"# --- {heading}; each option is shown with its default")
         for name, option in options.items():
-            if name not in known | EVALUATION.keys() and option.text and option.default:
+            if name not in present | EVALUATION.keys() and option.text and option.default:
                 lines += [
                     *textwrap.wrap(option.text, 110, initial_indent="# ", subsequent_indent="# "),
                     f"# {name}: {_in_yaml(option.default)}",

@@ -119,17 +119,17 @@ class PosttrainArgumentParser(HfArgumentParser):
         # Convert dashes to underscores in keys of the file, because options of the command line may have dashes too.
         config = {present if (present := key.replace("-", "_")) in self.fields else key: v for key, v in config.items()}
         _apply_env(config.pop("env", None))
-        tokens, kept = self._present(tokens, config)
-        known = {key: self._meant(key, value, path) for key, value in config.items() if key in self.fields}
+        tokens, attributes = self._present(tokens, config)
+        values = {key: self._meant(key, value, path) for key, value in config.items() if key in self.fields}
         others = {key: value for key, value in config.items() if key not in self.fields}
         if others and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"{path}: unknown key{'s' if len(others) > 1 else ''} {self._suggest(others)}.")
         # Set None and empty lists as defaults, because no command-line argument can express them.
-        unsaid = {key: value for key, value in known.items() if value is None or value == []}
+        unsaid = {key: value for key, value in values.items() if value is None or value == []}
         self.set_defaults(**unsaid)
-        given = [to_tokens(key, value) for key, value in known.items() if key not in unsaid]
+        token_lists = [to_tokens(key, value) for key, value in values.items() if key not in unsaid]
         # Join name and value with "=", because argparse would read a value that begins with a dash as an option.
-        from_file = [token for words in given for token in (["=".join(words)] if len(words) == 2 else words)]
+        from_file = [token for words in token_lists for token in (["=".join(words)] if len(words) == 2 else words)]
         left = [token for key, value in others.items() for token in to_tokens(key, value, flags=True)]
         with around(left + self.parse_known_args(from_file + tokens)[1]) if around else nullcontext():
             *instances, rest = self.parse_args_into_dataclasses(
@@ -137,7 +137,7 @@ class PosttrainArgumentParser(HfArgumentParser):
             )
         trusts = any(vars(instance).get("trust_remote_code") for instance in instances)
         for instance in instances:
-            vars(instance).update(kept.get(type(instance), {}))
+            vars(instance).update(attributes.get(type(instance), {}))
             # Scripts read trust_remote_code from the `ModelConfig` too.
             if trusts and "trust_remote_code" in dir(instance):
                 instance.trust_remote_code = True
@@ -155,20 +155,20 @@ class PosttrainArgumentParser(HfArgumentParser):
         """
         flags = (token.split("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--"))
         names = {*flags, *config} - self.fields.keys()
-        kept: dict[type, dict[str, Any]] = {kind: {} for kind in self.kinds}
+        attributes: dict[type, dict[str, Any]] = {kind: {} for kind in self.kinds}
         if not names:
-            return tokens, kept
+            return tokens, attributes
         old_names = importlib.import_module("posttrain.compat.old_names")
         old = {name: kind for name in names if (kind := old_names.owner(self.kinds, name))}
         parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
         for name in old:
             parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, nargs="?", const="true")
         parsed, rest = parser.parse_known_args(tokens)
-        given = {name: _value(text) for name, text in vars(parsed).items()}
-        for options in (config, given):
+        arguments = {name: _value(text) for name, text in vars(parsed).items()}
+        for options in (config, arguments):
             for name in old.keys() & options.keys():
-                old_names.convert_option(old[name], name, options, kept[old[name]])
-        return rest + [token for key, value in given.items() for token in to_tokens(key, value)], kept
+                old_names.convert_option(old[name], name, options, attributes[old[name]])
+        return rest + [token for key, value in arguments.items() for token in to_tokens(key, value)], attributes
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse known options like argparse. If two classes have options of the same name, only the field of the first class

@@ -102,8 +102,8 @@ class Failure:
 def _signal_name(code: int) -> str:
     if code == 128 + signal.SIGKILL:
         return " (SIGKILL: killed by a user or, if memory ran out, by the kernel)"
-    known = code - 128 in set(signal.Signals)
-    return f" ({signal.Signals(code - 128).name})" if known else ""
+    valid = code - 128 in set(signal.Signals)
+    return f" ({signal.Signals(code - 128).name})" if valid else ""
 
 
 def first_failure(folder: Path, code: int) -> Failure | None:

@@ -113,9 +113,9 @@ class Subject:
         if changes_vocabulary(config):
             # Copy the chat template, added tokens and eos token of the other tokenizer. The model's embedding is not
             # resized, because it does not affect rows.
-            other, known = load_tokenizer(config.chat_template_path, trust_remote_code=trust), tokenizer.get_vocab()
+            other, vocab = load_tokenizer(config.chat_template_path, trust_remote_code=trust), tokenizer.get_vocab()
             tokenizer.chat_template = other.chat_template
-            tokenizer.add_tokens([t for t in other.added_tokens_decoder.values() if t.content not in known])
+            tokenizer.add_tokens([t for t in other.added_tokens_decoder.values() if t.content not in vocab])
             tokenizer.eos_token = other.eos_token
         prepare_tokenizer(tokenizer, config)
         resolve_pad_token(tokenizer)

@@ -94,9 +94,9 @@ def _from_file(file: Path, name: str, option: str) -> Any:
 
 def _member(module: Any, name: str, where: str, option: str) -> Any:
     if not hasattr(module, name):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(
-            f"{option}: {where!r} has no {name!r}{did_you_mean(name, known)}. It defines {sorted(known)}."
+            f"{option}: {where!r} has no {name!r}{did_you_mean(name, callables)}. It defines {sorted(callables)}."
         )
     return getattr(module, name)
 
@@ -478,14 +478,14 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
     from accelerate.commands.launch import launch_command_parser
 
     parser = launch_command_parser()
-    known = {option for action in parser._actions for option in action.option_strings}
+    flags = {option for action in parser._actions for option in action.option_strings}
     # Remove options of the Ray launcher. Commands such as ``check`` receive these options as part of the training command.
     if "--launcher" in rest:
         rest = launch_ray.other_options(rest)
     fields = parser_for(name).fields
     for token in rest:
         flag = token.split("=")[0]
-        if flag.startswith("--") and flag not in known:
+        if flag.startswith("--") and flag not in flags:
             bare = flag.lstrip("-").replace("-", "_")
             raise ConfigError(
                 f"unknown argument {flag!r}{did_you_mean(bare, fields)}. It is neither an option of posttrain {name} nor an "
@@ -595,8 +595,8 @@ def launched(launch: list[str], *, config: PostTrainingConfig | None = None) -> 
         and not torch.accelerator.is_available()
     ):
         raise lost_sharding("MULTI_CPU", "cpu", processes)
-    kept = parsed.fsdp_sharding_strategy if str(parsed.fsdp_version) == "1" else parsed.fsdp_reshard_after_forward
-    fsdp = {"no_shard": 0, "shard_grad_op": 2, "false": 2}.get(str(kept).lower(), 3) if parsed.use_fsdp else 0
+    strategy = parsed.fsdp_sharding_strategy if str(parsed.fsdp_version) == "1" else parsed.fsdp_reshard_after_forward
+    fsdp = {"no_shard": 0, "shard_grad_op": 2, "false": 2}.get(str(strategy).lower(), 3) if parsed.use_fsdp else 0
     return processes, (parsed.zero_stage or 2) if parsed.use_deepspeed else fsdp
 
 
