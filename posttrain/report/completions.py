@@ -61,14 +61,14 @@ def _with_images(tracker: Any, columns: list[str], data: list[list[Any]]) -> lis
         return data
     place, read = columns.index(THUMBNAILS), plugins.module("extensions.images.picture").read_picture
     return [
-        [*row[:place], [tracker.Image(read(one).load()) for one in row[place] or ()], *row[place + 1 :]] for row in data
+        [*row[:place], [tracker.Image(read(img).load()) for img in row[place] or ()], *row[place + 1 :]] for row in data
     ]
 
 
 def _without_images(columns: list[str], data: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
     """Remove the column with thumbnails, for trackers whose tables support only text."""
-    kept = [i for i, name in enumerate(columns) if name != THUMBNAILS]
-    return [columns[i] for i in kept], [[row[i] for i in kept] for row in data]
+    indices = [i for i, name in enumerate(columns) if name != THUMBNAILS]
+    return [columns[i] for i in indices], [[row[i] for i in indices] for row in data]
 
 
 TRACKERS: dict[str, Callable[[str, list[str], list[list[Any]]], None]] = {

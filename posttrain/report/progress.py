@@ -112,9 +112,9 @@ def resume_command() -> str:
     flags.add_argument("--resume", action="store_true")
     _, words = flags.parse_known_args(words)
     shown, flag, hidden = hide_secrets(words), "", []
-    for given, word in zip(words, shown, strict=True):
+    for raw, word in zip(words, shown, strict=True):
         flag = word.partition("=")[0] if word.startswith("--") else flag
-        hidden += [flag] if given != word else []
+        hidden += [flag] if raw != word else []
     command = shell_command(*shown, *(["--resume"] if words[0] == "demo" else ["--resume_from_checkpoint", "true"]))
     return f"{command}  # Fill in {', '.join(hidden)}: secrets are hidden here." if hidden else command
 
@@ -144,13 +144,11 @@ def logged_labels(labels: Mapping[str, str], logged: Iterable[str]) -> dict[str,
     for name, label in labels.items():
         kinds = {name: label}
         if name.startswith("eval_"):
-            kinds |= {f"eval_{one}{name.removeprefix('eval')}": f"{label} of {one}" for one in sets}
+            kinds |= {f"eval_{dataset}{name.removeprefix('eval')}": f"{label} of {dataset}" for dataset in sets}
         for kind, text in kinds.items():
             pattern = re.compile(re.escape(kind).replace(r"\*", "(.+)"))
-            found = {
-                one[0]: text.replace("*", one[1]) for one in map(pattern.fullmatch, logged) if one and one.groups()
-            }
-            expanded |= found if "*" in kind else {kind: text}
+            matches = {m[0]: text.replace("*", m[1]) for m in map(pattern.fullmatch, logged) if m and m.groups()}
+            expanded |= matches if "*" in kind else {kind: text}
     return expanded
 
 

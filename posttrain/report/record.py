@@ -187,8 +187,8 @@ class RunRecord:
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 rows = [(line, read_line(line) or {}) for line in lines]
                 # Remove the summary of the earlier run too, because the resumed run has not ended.
-                kept = [line for line, row in rows if row.get("step", math.inf) <= step and SUMMARY not in row]
-                _write_atomically(path, "".join(line + "\n" for line in kept))
+                remaining = [line for line, row in rows if row.get("step", math.inf) <= step and SUMMARY not in row]
+                _write_atomically(path, "".join(line + "\n" for line in remaining))
         for path in self._parts(*PREFIXES):
             if step_of_part(path) > step:
                 path.unlink()
