@@ -46,8 +46,8 @@ def _owners(cls: type) -> list[str]:
 
 def row_of(cls: type, name: str, value: object = ANY) -> TRLName | None:
     """Return the table row of an option or argument of older releases. Return None for names that are not in the table."""
-    found = (row for owner in _owners(cls) for row in _table().get(f"{owner}.{name}", ()))
-    row = next((row for row in found if row.holds(value)), None)
+    candidates = (row for owner in _owners(cls) for row in _table().get(f"{owner}.{name}", ()))
+    row = next((row for row in candidates if row.holds(value)), None)
     if row is not None and row.action == "refuse" and row.name == row.plain and (value is None or value is False):
         return row._replace(action="ignore", replacement=f"{value} is the only setting")
     return row
@@ -62,8 +62,8 @@ def owner(kinds: Sequence[type], name: str) -> type | None:
     """Return the dataclass to which an option of older releases belongs. If there are several such dataclasses, prefer a
     dataclass with a separate row in the table.
     """
-    found = {row.plain.startswith("Config."): kind for kind in reversed(kinds) if (row := row_of(kind, name))}
-    return found.get(False) or found.get(True)
+    owners = {row.plain.startswith("Config."): kind for kind in reversed(kinds) if (row := row_of(kind, name))}
+    return owners.get(False) or owners.get(True)
 
 
 def convert_option(cls: type, name: str, options: dict[str, Any], kept: dict[str, Any]) -> None:
@@ -164,10 +164,10 @@ def convert(
     cls, old = type(obj), {name: value for name, value in kwargs.items() if name not in known}
     check_arguments(cls, old)
     kwargs = dict(zip(known, args, strict=False)) | {name: value for name, value in kwargs.items() if name in known}
-    moved, kept = _convert(cls, old, kwargs)
+    moved, attributes = _convert(cls, old, kwargs)
     if moved:
         kwargs["args"] = _with_options(cls.config_class, kwargs.get("args"), moved)  # type: ignore[attr-defined]
-    return kwargs, kept
+    return kwargs, attributes
 
 
 def _convert(cls: type, old: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -175,7 +175,7 @@ def _convert(cls: type, old: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple
     and the attributes to set on the finished object.
     """
     moved: dict[str, Any] = {}
-    kept: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for name, value in old.items():
         row = row_of(cls, name, value)
         # If the trainer has no argument with this name, the name is an option of the trainer's config.
@@ -185,10 +185,10 @@ def _convert(cls: type, old: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple
             new = apply(config, of_config, name, value, moved, moved)
             _warn(cls, name, f"an option: args={config.__name__}({new or name}=...)")
         else:
-            new = apply(cls, row, name, value, kwargs, kept)
+            new = apply(cls, row, name, value, kwargs, attributes)
             if row.action != "keep":
                 _warn(cls, name, f"now {new}" if new else f"ignored: {row.replacement}")
-    return moved, kept
+    return moved, attributes
 
 
 def apply(cls: type, row: TRLName, name: str, value: object, kwargs: dict[str, Any], kept: dict[str, Any]) -> str:
@@ -228,13 +228,13 @@ def default_losses(cls: type) -> list[str]:
 
 def _put(cls: type, name: str, value: object, target: str, kwargs: dict[str, Any]) -> None:
     option, _, key = target.partition(".")
-    given = read_mapping(option, kwargs.get(option)) or {} if key else kwargs
-    if given.get(key or option) not in (None, value):
+    options = read_mapping(option, kwargs.get(option)) or {} if key else kwargs
+    if options.get(key or option) not in (None, value):
         raise ArgumentTypeError(
-            f"{cls.__name__} got {target}={given[key or option]!r:.60} and {name}={value!r:.60}, the older name of {target}. "
+            f"{cls.__name__} got {target}={options[key or option]!r:.60} and {name}={value!r:.60}, the older name of {target}. "
             f"Fix: set only {target}."
         )
-    kwargs[option] = {**given, key: value} if key else value
+    kwargs[option] = {**options, key: value} if key else value
 
 
 def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
@@ -248,18 +248,18 @@ def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
     plain = not isinstance(config, kind)
     config = as_config(kind, config)
     kind, names = type(config), {item.name for item in fields(config) if item.init}
-    given = {name: vars(config)[name] for name in vars(config).get("_given", ()) if name in names}
+    arguments = {name: vars(config)[name] for name in vars(config).get("_given", ()) if name in names}
     if plain:
-        given = {name: value for name, value in given.items() if name not in options}
-    for name in options.keys() & given.keys():
-        if given[name] != options[name]:
+        arguments = {name: value for name, value in arguments.items() if name not in options}
+    for name in options.keys() & arguments.keys():
+        if arguments[name] != options[name]:
             raise ConfigError(
-                f"{name} is given twice: {given[name]!r} in args and {options[name]!r} as an argument of the trainer. Fix: "
+                f"{name} is given twice: {arguments[name]!r} in args and {options[name]!r} as an argument of the trainer. Fix: "
                 "remove the trainer's argument, which only older releases accepted."
             )
-    changed = kind(config.output_dir, **given)
+    changed = kind(config.output_dir, **arguments)
     later = {f.name: value for f in fields(kind) if (value := getattr(config, f.name)) != getattr(changed, f.name)}
-    made = kind(config.output_dir, **given | dict(options))
+    made = kind(config.output_dir, **arguments | dict(options))
     vars(made).update({name: value for name, value in later.items() if name not in options})
     return made
 

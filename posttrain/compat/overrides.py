@@ -135,10 +135,10 @@ def refuse(trainer: Any) -> None:
             "its result. Fix: scale the result of super().compute_loss(...), or override counts(batches) of a Method."
         )
     owner = user_override(kind, "get_batch_samples")
-    given = inspect.getfullargspec(owner.get_batch_samples) if owner else None
-    if given and len(given.args) < 4 and given.varargs is None:
+    spec = inspect.getfullargspec(owner.get_batch_samples) if owner else None
+    if spec and len(spec.args) < 4 and spec.varargs is None:
         raise ConfigError(
-            f"{owner.__name__} overrides get_batch_samples({', '.join(given.args[1:])}) of TRL 0.7 to 0.11, which posttrain "
+            f"{owner.__name__} overrides get_batch_samples({', '.join(spec.args[1:])}) of TRL 0.7 to 0.11, which posttrain "
             "never calls. Fix: use LogCompletionsCallback. The method of transformers with this name has the arguments "
             "(epoch_iterator, num_batches, device)."
         )

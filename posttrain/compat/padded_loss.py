@@ -225,10 +225,10 @@ def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str
         if not ((value == before) | (value == IGNORED)).all():
             raise _not_followed(f"{changed} to other tokens", f"labels may only be set to {IGNORED}")
         return replace(batch, loss_mask=(value != IGNORED) & batch.loss_mask)
-    known = _per_sequence(batch).get(name)
-    if known is None:
+    current = _per_sequence(batch).get(name)
+    if current is None:
         raise _not_followed(f"{changed} to other values", "the batch is already built from its rows")
-    sequence, column = batch.sequence.max(1).values, torch.empty_like(known)
+    sequence, column = batch.sequence.max(1).values, torch.empty_like(current)
     column[sequence] = value.to(column.dtype)
     changes = {"advantages": column} if name == "advantages" else {"columns": batch.columns | {name: column}}
     return replace(batch, **changes)
@@ -283,10 +283,10 @@ def _call(method: Callable[..., Any], model: nn.Module, inputs: object, items: o
     """Call a subclass's method with only the options that it accepts. For example, transformers before 4.46 had no
     ``num_items_in_batch``.
     """
-    given, parameters = options | {ITEMS: items}, inspect.signature(method).parameters
+    arguments, parameters = options | {ITEMS: items}, inspect.signature(method).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        given = {name: value for name, value in given.items() if name in parameters}
-    return method(model, inputs, **given)
+        arguments = {name: value for name, value in arguments.items() if name in parameters}
+    return method(model, inputs, **arguments)
 
 
 class BeforeUser(Trainer):

@@ -93,8 +93,8 @@ def public_name(module: str, name: str) -> Any:
         return getattr(posttrain, name)
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    found = older_name(module, name)
-    return found if found is not None else refuse(module, name)
+    resolved = older_name(module, name)
+    return resolved if resolved is not None else refuse(module, name)
 
 
 def older_name(module: str, name: str) -> Any:
@@ -109,10 +109,10 @@ def older_name(module: str, name: str) -> Any:
         return refuse(module, name) if row is not None or name in missing_of_statement(module) else None
     text, level = f"{name} of older releases is now {row.replacement}.", 3 if module == "posttrain" else 4
     warnings.warn(text, FutureWarning, stacklevel=level)
-    found = pkgutil.resolve_name(row.replacement)
+    resolved = pkgutil.resolve_name(row.replacement)
     # Store the object in the module, because an import statement looks up a name twice.
-    setattr(sys.modules[module], name, found)
-    return found
+    setattr(sys.modules[module], name, resolved)
+    return resolved
 
 
 def missing_of_statement(module: str) -> list[str]:
@@ -127,11 +127,11 @@ def missing_of_statement(module: str) -> list[str]:
         frame = frame.f_back
     names = frame.f_locals["fromlist"] if frame is not None else ()
     refused = trl_names.refused("import")
-    known = {*posttrain.__all__, *trl_names.imports(), "*"} - refused.keys()
+    public = {*posttrain.__all__, *trl_names.imports(), "*"} - refused.keys()
     return [
         name
         for name in names
-        if name in refused or not (name in known or name in vars(sys.modules[module]) or find_spec(f"{module}.{name}"))
+        if name in refused or not (name in public or name in vars(sys.modules[module]) or find_spec(f"{module}.{name}"))
     ]
 
 

@@ -86,18 +86,18 @@ def imports() -> dict[str, TRLName]:
 @functools.cache
 def values() -> dict[str, list[TRLName]]:
     """Return the rows of kind ``value`` by the name of their option."""
-    found: dict[str, list[TRLName]] = {}
+    by_option: dict[str, list[TRLName]] = {}
     for row in rows():
         if row.kind == "value":
-            found.setdefault(row.plain.partition(".")[2], []).append(row)
-    return found
+            by_option.setdefault(row.plain.partition(".")[2], []).append(row)
+    return by_option
 
 
 def value_row(cls: type, name: str, value: object) -> TRLName | None:
     """Return the table row of an option value of older releases. Return None for values that are not in the table."""
     owners = {base.__name__ for base in cls.__mro__} | {"Config"}
-    found = (row for row in values().get(name, ()) if row.plain.partition(".")[0] in owners)
-    return next((row for row in found if row.holds(value)), None)
+    candidates = (row for row in values().get(name, ()) if row.plain.partition(".")[0] in owners)
+    return next((row for row in candidates if row.holds(value)), None)
 
 
 @functools.cache
