@@ -71,8 +71,8 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    given = Path(name).expanduser()
-    path_like = given.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    path = Path(name).expanduser()
+    path_like = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     offline = any(os.environ.get(switch, "").lower() in ON for switch in SWITCHES[kind])
     hub = (
         "and paths are not searched on the Hub"
@@ -83,10 +83,10 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
     )
     quoted = str(error).strip().splitlines()[0].rstrip(".") if error is not None and str(error).strip() else ""
     loader = f" Error of the loader: {quoted}." if quoted and not path_like else ""
-    copy_of_demo = MADE / given.name
+    copy_of_demo = MADE / path.name
     fix = (
         f"The demo's copy, made of 4-bit weights, is in {str(copy_of_demo)!r}. Use this path, or check spelling and network."
-        if kind != "dataset" and given.name and (copy_of_demo / "config.json").is_file()
+        if kind != "dataset" and path.name and (copy_of_demo / "config.json").is_file()
         else "Check the path."
         if path_like
         else "Check the spelling, use a folder, or download it once with network access."
@@ -94,7 +94,7 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
         else "Check the spelling, the network and your access to it, or use a folder."
     )
     return (
-        f"{kind} {name!r} was not found{_nearest(name)}: there is no folder {str(given.absolute())!r}, {hub} "
+        f"{kind} {name!r} was not found{_nearest(name)}: there is no folder {str(path.absolute())!r}, {hub} "
         f"({offline_variables(kind)}).{loader} {fix}"
     )
 
@@ -119,8 +119,8 @@ def refuse_unreachable(kind: str, name: str) -> None:
         or name.count("/") > 1
     ):
         return
-    kept = file_download.repo_folder_name(repo_id=name, repo_type="dataset" if kind == "dataset" else "model")
-    if Path(constants.HF_HUB_CACHE, kept).exists():
+    folder = file_download.repo_folder_name(repo_id=name, repo_type="dataset" if kind == "dataset" else "model")
+    if Path(constants.HF_HUB_CACHE, folder).exists():
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS_TO_ANSWER)
