@@ -39,9 +39,9 @@ __all__ = sorted(_PUBLIC)
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         if not name.startswith("_"):
-            found = importlib.import_module("posttrain.compat.paths").older_name("posttrain", name)
-            if found is not None:
-                return found
+            resolved = importlib.import_module("posttrain.compat.paths").older_name("posttrain", name)
+            if resolved is not None:
+                return resolved
         raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
     value = getattr(importlib.import_module("posttrain.plugins").module(_PUBLIC[name]), name)
     globals()[name] = value

@@ -219,10 +219,10 @@ def raised_at(error: BaseException, besides: str = "") -> str:
 
 def unknown_arguments(cls: type, given: Iterable[str]) -> list[str]:
     """Return the names in ``given`` that a class's constructor does not accept as keywords."""
-    known = _parameters(cls)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+    parameters = _parameters(cls)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
-    return [name for name in given if name not in known]
+    return [name for name in given if name not in parameters]
 
 
 def refuse_unknown_arguments(
@@ -240,11 +240,11 @@ def refuse_unknown_arguments(
         ArgumentTypeError: ``names`` is not empty. The message contains each keyword with its replacement or the most similar
             argument.
     """
-    known = [parameter for parameter in _parameters(cls) if parameter != "self"]
+    arguments = [parameter for parameter in _parameters(cls) if parameter != "self"]
     texts = []
     for name in names:
-        meant = "" if name in fixes else did_you_mean(name, known)
-        fix = fixes.get(name, f"one of its {len(known)} arguments, which help({cls.__name__}) lists")
+        meant = "" if name in fixes else did_you_mean(name, arguments)
+        fix = fixes.get(name, f"one of its {len(arguments)} arguments, which help({cls.__name__}) lists")
         texts.append(f"{cls.__name__} has no argument {name!r}{meant}. Fix: {fix}.")
     if texts:
         raise (error or ArgumentTypeError)("\n".join(texts))

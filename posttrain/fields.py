@@ -64,26 +64,26 @@ def accepting(init: Callable[..., None]) -> Callable[..., None]:
     parameters = inspect.signature(init).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return init
-    known = list(parameters)[1:]
+    names = list(parameters)[1:]
 
     @functools.wraps(init)
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
-        kept: dict[str, Any] = {}
-        if not kwargs.keys() <= set(known):
+        attributes: dict[str, Any] = {}
+        if not kwargs.keys() <= set(names):
             old_names = importlib.import_module("posttrain.compat.old_names")
-            kwargs, kept = old_names.convert(self, args, kwargs, known)
+            kwargs, attributes = old_names.convert(self, args, kwargs, names)
             args = ()
         try:
             init(self, *args, **kwargs)
         except ValueError:
             # An option value of an older release may have caused the error. If the arguments contain an old value, convert
             # it and call the constructor a second time.
-            given = dict(zip(known, args, strict=False)) | kwargs
-            present = importlib.import_module("posttrain.compat.old_values").converted(type(self), given)
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            present = importlib.import_module("posttrain.compat.old_values").converted(type(self), arguments)
             if present is None:
                 raise
             init(self, **present)
-        vars(self).update(kept)
+        vars(self).update(attributes)
 
     return constructor
 

@@ -47,8 +47,8 @@ def mean(values: float | Tensor, mask: Tensor | None = None, weight: float | Ten
         return Metric("mean", (values * weight).sum(), weight)
     if mask is None:
         return Metric("mean", values.sum(), values.numel())
-    kept = mask.bool()
-    return Metric("mean", values.masked_fill(~kept, 0.0).sum(), kept.sum())
+    selected = mask.bool()
+    return Metric("mean", values.masked_fill(~selected, 0.0).sum(), selected.sum())
 
 
 def total(value: float | Tensor) -> Metric:
@@ -104,9 +104,9 @@ class MetricBuffer(MutableMapping[str, "Series"]):
         if isinstance(values, Series) and values.buffer is self and values.name == name:
             # The statement ``buffer[name] += [value]`` has already extended the series.
             return
-        kept = [float(value) for value in values]
+        floats = [float(value) for value in values]
         self.pop(name, None)
-        self[name].extend(kept)
+        self[name].extend(floats)
 
     def __delitem__(self, name: str) -> None:
         del self._items[name]
@@ -142,8 +142,8 @@ class MetricBuffer(MutableMapping[str, "Series"]):
         used.
         """
         for name, metric in metrics.items():
-            known = self._items.get(name)
-            self._items[name] = metric if known is None else _merge(known, metric)
+            existing = self._items.get(name)
+            self._items[name] = metric if existing is None else _merge(existing, metric)
             self._appended.pop(name, None)
 
     def snapshot(self) -> tuple[dict[str, Metric], dict[str, list[float]]]:

@@ -334,9 +334,9 @@ class Batch:
         """Return the columns of a sequence's tokens in order, including the prompt."""
         segment, left, runs = self.leaves[sequence].segment, self.leaves[sequence].length, []
         while segment >= 0:
-            one = self.segments[segment]
-            runs.append(range(one.start, min(one.stop, one.start + left - one.position)))
-            segment = one.parent
+            current = self.segments[segment]
+            runs.append(range(current.start, min(current.stop, current.start + left - current.position)))
+            segment = current.parent
         return runs[::-1]
 
 
@@ -414,7 +414,7 @@ class TokenLoss:
     def __getitem__(self, index: slice | tuple[Tensor, ...]) -> TokenLoss:
         """Select tokens with an index, like in a tensor."""
         assert self.scale is not None
-        return TokenLoss(self.terms, {name: one[index] for name, one in self.columns.items()}, self.scale[index])
+        return TokenLoss(self.terms, {name: column[index] for name, column in self.columns.items()}, self.scale[index])
 
     def gradient(self, logp: Tensor) -> Tensor:
         """Return the gradient of the loss with respect to the log-probs ``logp`` of all tokens."""

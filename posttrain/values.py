@@ -119,9 +119,9 @@ def token_logps(values: Sequence[Any], mask: Sequence[Any], where: str) -> list[
     [-1.0, 0.0, 0.0]
     """
     checked = []
-    for position, (value, kept) in enumerate(zip(values, mask, strict=True)):
+    for position, (value, included) in enumerate(zip(values, mask, strict=True)):
         at = f"{where}, position {position},"
-        logp = given_number(value, at) if kept else 0.0
+        logp = given_number(value, at) if included else 0.0
         if logp > ROUNDING:
             raise BadValue(f"{at} is {logp}. Fix: give log-probs, which are at most 0.")
         checked.append(min(logp, 0.0))
