@@ -133,7 +133,7 @@ def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
         return kind.model_validate(taken), digest
     except ValidationError as error:
         # A parameter can have several types. Report the error of the type that matched best, without the name of the type.
-        first = max(error.errors(), key=lambda one: len(one["loc"]))
+        first = max(error.errors(), key=lambda detail: len(detail["loc"]))
         name = ".".join(str(part) for k, part in enumerate(first["loc"]) if k == 0 or isinstance(part, int))
         if first["type"] == "extra_forbidden":
             raise CallError(
@@ -464,14 +464,14 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         content = "".join(content)
     if not isinstance(content, str):
         raise CallError(f"{where}.content must be text, but is {type(content).__name__}.", param=f"{where}.content")
-    kept = {name: read[name] for name in ("name", "tool_call_id", "reasoning_content") if name in read}
+    fields = {name: read[name] for name in ("name", "tool_call_id", "reasoning_content") if name in read}
     if read.get("tool_calls"):
         if not isinstance(read["tool_calls"], list):
             raise CallError(f"{where}.tool_calls must be a list.", param=f"{where}.tool_calls", code="invalid_value")
-        kept["tool_calls"] = [
+        fields["tool_calls"] = [
             _given_call(call, f"{where}.tool_calls[{k}]") for k, call in enumerate(read["tool_calls"])
         ]
-    return {"role": role, "content": content} | kept
+    return {"role": role, "content": content} | fields
 
 
 def _given_call(call: Any, where: str) -> dict[str, Any]:

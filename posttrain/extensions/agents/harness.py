@@ -143,9 +143,9 @@ class _Replay(Harness):
                 f"{self.path} has no episode for the row {dict(row)!r:.120}, only for {len(self.waiting)} other rows. "
                 "Fix: train on the dataset with which the file was recorded."
             )
-        one = recorded.pop(0)
-        recorded.append(one)
-        return HarnessEpisode(dict(row), one.session, one.result, one.error)
+        episode = recorded.pop(0)
+        recorded.append(episode)
+        return HarnessEpisode(dict(row), episode.session, episode.result, episode.error)
 
 
 def _task_key(row: Mapping[str, Any]) -> str:
@@ -403,8 +403,8 @@ class HarnessRunner:
         """Call the harness's function, which can be synchronous or asynchronous, with a time limit."""
         function: Any = self.harness.run
         named = {"model": self.options.model, "seed": seed}
-        known = _parameters(function)
-        keywords = {name: value for name, value in named.items() if known is None or name in known}
+        parameters = _parameters(function)
+        keywords = {name: value for name, value in named.items() if parameters is None or name in parameters}
 
         def call() -> Any:
             return function(row, proxy.url, session.key, **keywords)
@@ -481,11 +481,11 @@ def _kill(process: subprocess.Popen, key: str) -> None:
 
 def _having(variable: bytes) -> list[int]:
     """Return the ids of this user's processes whose environment contains ``variable`` (``NAME=VALUE``)."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            found += [int(path.parent.name)] if variable in path.read_bytes().split(b"\0") else []
-    return found
+            pids += [int(path.parent.name)] if variable in path.read_bytes().split(b"\0") else []
+    return pids
 
 
 def _refusals(session: Session) -> str:
@@ -573,11 +573,11 @@ def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
                 f"the harness's credit returned {len(credits)} numbers for {len(branches)} branches. Fix: return one "
                 "number per branch of session.branches()."
             )
-    kept, rollouts = _kept(session, harness), []
+    trained, rollouts = _kept(session, harness), []
     for branch, credit in zip(branches, credits, strict=True):
         rollout = replace(branch.episode.rollout(), credit=credit)
-        if kept is not None:
-            rollout = replace(rollout, tool_mask=_filtered(branch.calls, rollout, session, kept))
+        if trained is not None:
+            rollout = replace(rollout, tool_mask=_filtered(branch.calls, rollout, session, trained))
         if rollout.token_ids:
             rollouts.append(rollout)
     if not rollouts:

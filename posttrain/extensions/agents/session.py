@@ -256,7 +256,7 @@ class Session:
             session = cls(content["key"], content["seed"])
             session.counts = Counts(**content["counts"])
             for call in content["calls"]:
-                completions = [Rollout(**one) for one in call["completions"]]
+                completions = [Rollout(**fields) for fields in call["completions"]]
                 parent = None if call["parent"] is None else (call["parent"][0], call["parent"][1])
                 session.calls.append(CapturedCall(**{**call, "completions": completions, "parent": parent}))
         except (KeyError, TypeError, IndexError) as error:

@@ -97,8 +97,8 @@ class HarnessRolloutWorker(Harness):
     def _episode(self, task: Mapping[str, Any], base_url: str, api_key: str, model: str, seed: int) -> Any:
         """Create a session for a task, run the session, and return its reward."""
         address = {"base_url": base_url, "api_key": api_key, "model": model}
-        known = accepted_arguments(self.factory.create, address)
-        session = self.factory.create(task=task, seed=seed, episode_id=f"episode-{secrets.token_hex(8)}", **known)
+        arguments = accepted_arguments(self.factory.create, address)
+        session = self.factory.create(task=task, seed=seed, episode_id=f"episode-{secrets.token_hex(8)}", **arguments)
         try:
             outcome = self._white(session, address) if self.adapter is not None else self._black(session)
         finally:

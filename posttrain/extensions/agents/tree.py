@@ -52,8 +52,8 @@ def _branch(session: Session, branch: Branch) -> dict[str, Any]:
 
 def _turn(session: Session, call: CapturedCall, choice: int) -> dict[str, Any]:
     rollout, answer = call.completions[choice], call.answers[choice]
-    known = 0 if call.parent is None else len(session.calls[call.parent[0]].messages) + 1
-    context = [{"role": str(m.get("role")), "text": cut(str(m.get("content") or ""))} for m in call.messages[known:]]
+    start = 0 if call.parent is None else len(session.calls[call.parent[0]].messages) + 1
+    context = [{"role": str(m.get("role")), "text": cut(str(m.get("content") or ""))} for m in call.messages[start:]]
     return {
         "call": call.number,
         "choice": choice,
@@ -96,10 +96,10 @@ def to_console(path: str | Path, *, show: int = 8, console: Console | None = Non
     console = console if console is not None else Console()
     for number, episode in enumerate(episodes[:show]):
         console.print(as_tree(episode, f"episode {number}"))
-    seen = sum(one.session.tokens_seen() for one in episodes)
-    once = sum(one.session.tokens_once() for one in episodes)
-    failed = sum(one.error is not None for one in episodes)
-    calls = sum(len(one.session.calls) for one in episodes)
+    seen = sum(recording.session.tokens_seen() for recording in episodes)
+    once = sum(recording.session.tokens_once() for recording in episodes)
+    failed = sum(recording.error is not None for recording in episodes)
+    calls = sum(len(recording.session.calls) for recording in episodes)
     console.print(
         f"{len(episodes)} episodes, {failed} failed; {calls} calls with {seen:,} tokens, of which "
         f"{once:,} are computed ({once / max(seen, 1):.0%})",

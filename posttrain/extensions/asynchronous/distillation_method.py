@@ -114,7 +114,7 @@ class AsyncDistillation(Distillation):
         between policy and sampler, as in GRPO.
         """
         terms, mask = super().objective(outputs, batch, state), batch.loss_mask
-        known = outputs.logp is not None and batch.rollout_logp is not None and not self.cfg.truncation
-        gap = k3(batch.rollout_logp, outputs.logp.detach()) if known else torch.zeros_like(terms.terms)
-        terms = replace(terms, metrics=terms.metrics | {"kl": mean(gap, mask & known)})
+        available = outputs.logp is not None and batch.rollout_logp is not None and not self.cfg.truncation
+        gap = k3(batch.rollout_logp, outputs.logp.detach()) if available else torch.zeros_like(terms.terms)
+        terms = replace(terms, metrics=terms.metrics | {"kl": mean(gap, mask & available)})
         return replace(terms, sums=mismatch_sums(terms))

@@ -339,8 +339,8 @@ def score_group(
     table = score_rollouts(rewards, batch, tokenizer, step)
     groups = torch.zeros(len(batch.rollouts), dtype=torch.long)
     table = replace(table, values=rewards.transformed(table.values, groups))
-    found = method.advantages(batch, table, {}, ALONE)
-    far = torch.zeros(len(found.values)) if found.unbounded is None else found.unbounded.abs() > MOST_ADVANTAGE
+    result = method.advantages(batch, table, {}, ALONE)
+    far = torch.zeros(len(result.values)) if result.unbounded is None else result.unbounded.abs() > MOST_ADVANTAGE
     shared, trajectories = _group_metrics(table), []
     for i, rollout in enumerate(batch.rollouts):
         masks = batch.trained(i, mask_truncated)
@@ -349,13 +349,13 @@ def score_group(
         metrics = {
             **shared,
             **(group.metrics[i] if group.metrics else {}),
-            "reward": float(found.totals[i]),
+            "reward": float(result.totals[i]),
             **{f"rewards/{n}": v for n, v in zip(table.names, table.values[i].tolist(), strict=True)},
             "advantages/clipped_share": float(far[i]),
         }
-        advantage, sequences = float(found.values[i]), (rollout, *rollout.branches)
-        kept = [sequence for sequence, mask in zip(sequences, masks, strict=True) if any(mask)]
-        samples = [_sample(group, i, advantage * sequence.credit, metrics, sequence, truncation) for sequence in kept]
+        advantage, sequences = float(result.values[i]), (rollout, *rollout.branches)
+        active = [sequence for sequence, mask in zip(sequences, masks, strict=True) if any(mask)]
+        samples = [_sample(group, i, advantage * sequence.credit, metrics, sequence, truncation) for sequence in active]
         for sample in samples:
             sample.check()
         trajectories.append(Trajectory(samples, finished=rollout.finish_reason == "stop"))
@@ -405,7 +405,7 @@ def _sample(
         completion=group.batch.completions[index],
         input_ids=[*rollout.prompt_ids, *rollout.token_ids],
         completion_mask=[*[0] * before, *mask],
-        old_log_probs=[*[0.0] * before, *(x if kept else 0.0 for x, kept in zip(logp, mask, strict=True))],
+        old_log_probs=[*[0.0] * before, *(x if in_loss else 0.0 for x, in_loss in zip(logp, mask, strict=True))],
         advantage=advantage,
         model_version=min([group.version, *versions]),
         group_id=group.task.group_id,

@@ -281,10 +281,10 @@ class RolloutService:
         while self.pool is not None and self.pool.scored:
             index, version, theirs = self.pool.scored.popleft()
             probe = self._probes.get(version)
-            found = probe and self.sync.parity.compare(
+            finding = probe and self.sync.parity.compare(
                 probe, f"rollout worker {index}", theirs, dtype=probe.computed, version=version
             )
-            self.sync.refuse(found, version)
+            self.sync.refuse(finding, version)
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]], again: bool) -> None:
         if not self._is_main:
@@ -351,9 +351,9 @@ class RolloutService:
 
     def make_job(self) -> RolloutJob:
         """Create the job that every worker receives."""
-        args, given = self.args, self.given
+        args, arguments = self.args, self.given
         shared = args.worker_threads or max(1, (os.cpu_count() or 1) // (args.num_rollout_workers + 1))
-        episodes = {name: given.get(name) for name in ("tools", "environment_factory", "harness")}
+        episodes = {name: arguments.get(name) for name in ("tools", "environment_factory", "harness")}
         contexts = [self.sync.context, self.server_state.capabilities.context]
         return RolloutJob(
             engine=self._engine_recipe(),
@@ -362,8 +362,8 @@ class RolloutService:
             context=min((c for c in contexts if c), default=None),
             episodes=EpisodeSetup.of(args, **episodes),
             rewards=None
-            if given.get("unscored")
-            else reward_options(given["reward_funcs"], args, given["reward_processing_classes"], self.tokenizer)
+            if arguments.get("unscored")
+            else reward_options(arguments["reward_funcs"], args, arguments["reward_processing_classes"], self.tokenizer)
             | {"score_twice": False},
             method=type(self.sync.run.method)(args),
             mask_truncated=args.mask_truncated_completions,
@@ -697,12 +697,12 @@ class AsyncRollouts:
     def _watch_rewards(self, watch: RewardWatch, first: list[RolloutSample], table: RewardTable) -> None:
         """Stop the run if rewards have no variance, as in synchronous training."""
         # A user's worker may send advantages without rewards.
-        known = [i for i, s in enumerate(first) if any(f"rewards/{name}" in s.metrics for name in table.names)]
-        table = replace(table, values=table.values[known])
+        scored = [i for i, s in enumerate(first) if any(f"rewards/{name}" in s.metrics for name in table.names)]
+        table = replace(table, values=table.values[scored])
         self.sync.run.log(unscorable(table.values))
-        groups = torch.tensor([first[i].group_id for i in known], dtype=torch.long)
+        groups = torch.tensor([first[i].group_id for i in scored], dtype=torch.long)
         far = int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first))
-        prompts = [first[i].prompt for i in known]
+        prompts = [first[i].prompt for i in scored]
         watch.report(table, _advantages(first), groups, (far, len(first), None), prompts)
 
 
@@ -718,8 +718,8 @@ def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
     metrics: dict[str, Metric] = {}
     for name in names:
         values = torch.tensor([sample.metrics.get(name, math.nan) for sample in first])
-        known = ~values.isnan()
-        metrics[name] = mean(values.nan_to_num(0.0), known)
+        valid = ~values.isnan()
+        metrics[name] = mean(values.nan_to_num(0.0), valid)
         if name.startswith("rewards/") and name.endswith("/nan"):
             metrics[name] = total(float(values.nansum()))  # Number of unscored rows, as in synchronous training.
         if name.startswith("rewards/") and name.count("/") == 1:

@@ -64,7 +64,7 @@ class RolloutSample:
     @property
     def start(self) -> int:
         """Index of the first token in ``input_ids`` that contributes to the loss."""
-        return next((i for i, kept in enumerate(self.completion_mask) if kept), len(self.completion_mask))
+        return next((i for i, in_loss in enumerate(self.completion_mask) if in_loss), len(self.completion_mask))
 
     def example(self) -> dict[str, Any]:
         """Return the columns of the dataset row that are stored in this sample: ``prompt`` and ``teacher_id``."""
@@ -99,7 +99,7 @@ class RolloutSample:
                 "which must be equal."
             )
         pairs = zip(self.completion_mask, self.old_log_probs, strict=True)
-        unknown = sum(bool(kept) and (logp is None or math.isnan(logp)) for kept, logp in pairs)
+        unknown = sum(bool(in_loss) and (logp is None or math.isnan(logp)) for in_loss, logp in pairs)
         if unknown:
             raise RolloutError(
                 f"group {self.group_id}: {unknown} tokens with loss have no log-prob. Request the log-probs of "
@@ -107,7 +107,7 @@ class RolloutSample:
             )
         given_number(self.advantage, f"group {self.group_id}: advantage")
         pairs = zip(self.completion_mask, self.old_log_probs, strict=True)
-        if any(kept and not -math.inf < logp <= ROUNDING for kept, logp in pairs):
+        if any(in_loss and not -math.inf < logp <= ROUNDING for in_loss, logp in pairs):
             token_logps(self.old_log_probs, self.completion_mask, f"group {self.group_id}: old_log_probs")
         if any(type(token) is not int or token < 0 for token in self.input_ids):
             self.input_ids = token_ids(self.input_ids, f"group {self.group_id}: input_ids")

@@ -98,12 +98,12 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     size, accumulation = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
     # Estimate the peak memory of every batch size that keeps the effective batch size. Sizes with the same largest forward
     # pass share one estimate.
-    known, peaks, limit = {_largest(work): memory.peak}, {}, int(PLANNED_SHARE * available.free)
+    cached, peaks, limit = {_largest(work): memory.peak}, {}, int(PLANNED_SHARE * available.free)
     for other in batch_sizes(size, accumulation):
         changed = plan(subject.method, config, batch_size=other, **settings)
         key = _largest(changed)
-        known[key] = known[key] if key in known else estimate_memory(changed).peak
-        peaks[other] = known[key]
+        cached[key] = cached[key] if key in cached else estimate_memory(changed).peak
+        peaks[other] = cached[key]
     fits, changes, whole = memory.peak <= limit, {}, size * accumulation
     larger, bound = 0, False
     if peaks[whole] <= limit:
@@ -131,7 +131,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
         "largest_pass": max(batch.input_ids.numel() for batch in work.batches),
         "largest_batch_size": max((n for n, peak in peaks.items() if peak <= limit), default=0), "batch_sizes": peaks,
         "larger_batch": larger, "larger_batch_is_bound": bound,
-        "would_help": {c: p for c, p in sorted(changes.items(), key=lambda one: one[1]) if p < memory.peak},
+        "would_help": {c: p for c, p in sorted(changes.items(), key=lambda item: item[1]) if p < memory.peak},
         "notes": notes,
     }  # fmt: skip
 
@@ -192,16 +192,16 @@ def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list
     from posttrain.checks.memory import Lengths, assumed_lengths, longest_of
 
     prompt, completion = given
-    known = assumed_lengths(subject.method.traits, subject.config)
+    assumed = assumed_lengths(subject.method.traits, subject.config)
     if prompt is not None or completion is not None:
-        return Lengths(known.prompt if prompt is None else prompt, completion or known.completion, "given"), None
+        return Lengths(assumed.prompt if prompt is None else prompt, completion or assumed.completion, "given"), None
     try:
         rows, vision = _longest_rows(subject)
     except (PosttrainError, OSError, ValueError, KeyError) as error:
         notes.append(
             f"the data was not read ({_short(error)}). Fix: pass the lengths with --prompt_tokens and --completion_tokens."
         )
-        return known, None
+        return assumed, None
     if vision:
         from posttrain.extensions.images.vision import largest_pictures
 

@@ -65,12 +65,12 @@ def optimal_value(rewards: Sequence[float], beta1: float) -> float:
     >>> [round(optimal_value([1.0] * k + [0.0] * (8 - k), 0.5), 5) for k in (0, 1, 4, 8)]
     [0.0, 0.29351, 0.71689, 1.0]
     """
-    known = [reward for reward in rewards if not math.isnan(reward)]
-    if not known:
+    valid = [reward for reward in rewards if not math.isnan(reward)]
+    if not valid:
         return math.nan
-    highest = max(known)
-    total = math.fsum(math.exp((reward - highest) / beta1) for reward in known)
-    return highest + beta1 * math.log(total / len(known))
+    highest = max(valid)
+    total = math.fsum(math.exp((reward - highest) / beta1) for reward in valid)
+    return highest + beta1 * math.log(total / len(valid))
 
 
 def row_key(example: Mapping[str, Any]) -> str:
@@ -316,8 +316,8 @@ class A2POTrainer(OnlineTrainer):
                 "" if not self.args.reward_transform else f" after reward_transform={self.args.reward_transform}",
             )
         strict = self.args.filter_all_incorrect and binary
-        kept = [i for i, row in enumerate(rewards) if row and (not strict or sum(row) > TOLERANCE)]
-        if not kept:
+        selected = [i for i, row in enumerate(rewards) if row and (not strict or sum(row) > TOLERANCE)]
+        if not selected:
             raise DataError(
                 f"none of the {len(rewards)} training prompts remains: the reference solved none of them in "
                 f"{self.args.num_value_samples} attempts (filter_all_incorrect={self.args.filter_all_incorrect}). "
@@ -326,10 +326,10 @@ class A2POTrainer(OnlineTrainer):
             )
         logger.info(
             "%d of %d training prompts are used. All other prompts have no value or were never solved.",
-            len(kept),
+            len(selected),
             len(rewards),
         )
-        return kept
+        return selected
 
     def _open_cache(self) -> ValueCache:
         model, sampling = self.reference.copy or self.model, self._value_settings().sampling

@@ -672,6 +672,6 @@ class SSDTrainer(DistillationTrainer):
         texts, left_out = [(rollout.text or "").strip() for rollout in rollouts.rollouts], rollouts.left_out
         if self.args.filter_empty:
             left_out = {i for i, text in enumerate(texts) if not text or ("\n" not in text and len(text) < SHORT)}
-        kept = [float(i not in left_out) for i in range(len(texts))]
-        self.run.log({"ssd/active_sample_ratio": mean(torch.tensor(kept))}, rollouts.mode)
+        active = [float(i not in left_out) for i in range(len(texts))]
+        self.run.log({"ssd/active_sample_ratio": mean(torch.tensor(active))}, rollouts.mode)
         return replace(super().keep(rollouts, found), left_out=frozenset(left_out))

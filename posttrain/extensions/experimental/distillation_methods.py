@@ -59,10 +59,10 @@ def _template_rule(
     the placeholders in ``optional``. Any other placeholder violates the rule.
     """
     fields = template_fields(getattr(config, field))
-    shown, known = (
+    shown, allowed = (
         " and ".join(f"{{{name}}}" for name in names) for names in (needed, dict.fromkeys((*needed, *optional)))
     )
-    other = "" if len(needed) == len(known.split(" and ")) else f" (allowed: {known})"
+    other = "" if len(needed) == len(allowed.split(" and ")) else f" (allowed: {allowed})"
     rule = f"must contain {shown}{other}; write other braces twice"
     return field, set(needed) <= fields <= {*needed, *optional}, rule
 
@@ -108,8 +108,8 @@ class IWOPDConfig(DistillationConfig):
         jsd = self.distillation_objective == "jsd"
         return [
             *super()._rules(),
-            *((name, jsd or kept, "is not used with iw_opd. Fix: set distillation_objective='jsd'")
-              for name, kept in (("beta", self.beta == 1), ("loss_top_k", self.loss_top_k in (0, 1)))),
+            *((name, jsd or valid, "is not used with iw_opd. Fix: set distillation_objective='jsd'")
+              for name, valid in (("beta", self.beta == 1), ("loss_top_k", self.loss_top_k in (0, 1)))),
             ("lmbda", jsd or self.lmbda == 1, "with iw_opd: its gradient is only correct for the student's own "
                                               "samples. Fix: set lmbda=1.0, or distillation_objective='jsd'"),
         ]  # fmt: skip

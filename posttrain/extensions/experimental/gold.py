@@ -266,19 +266,19 @@ class GOLDTrainer(DistillationTrainer):
     def _other_teacher(self, teacher: object, tokenizer: Tokenizer, name: str = "") -> None:
         args = self.args
         of = args.teacher_tokenizer_name_or_path
-        known = of or teacher_id(teacher, args)
+        name_or_path = of or teacher_id(teacher, args)
         if args.use_uld_loss and self.vision.images:
-            self.teacher_vision = media_of(args, tokenizer, known, (self.train_dataset,), takes=True)
+            self.teacher_vision = media_of(args, tokenizer, name_or_path, (self.train_dataset,), takes=True)
             tokenizer = self.teacher_vision.processor
         elif tokenizer is None and of is not None:
             tokenizer = load.load_tokenizer(of, trust_remote_code=args.trust_remote_code)
         if args.use_uld_loss and tokenizer is None:
-            if not known:
+            if not name_or_path:
                 raise ConfigError(
                     "use_uld_loss=True needs the teacher's tokenizer, which is unknown for a model object. Fix: pass "
                     "teacher_processing_class or teacher_tokenizer_name_or_path."
                 )
-            tokenizer = own_tokenizer(known, required=True, trust_remote_code=args.trust_remote_code)
+            tokenizer = own_tokenizer(name_or_path, required=True, trust_remote_code=args.trust_remote_code)
         super()._other_teacher(teacher, tokenizer, name)
 
     @property
@@ -405,7 +405,7 @@ class GOLDTrainer(DistillationTrainer):
                     pictures = [image.picture for image in row.pictures[0]]
                     placed = self.teacher_vision.reader.place_all([fact["prompt"], fact["ids"]], pictures)
                 rows.append(Row(fact["prompt"], [fact["ids"]], [[1] * len(fact["ids"])], pictures=placed))
-                index += [offset + int(place) - 1 for place, kept in zip(places, mask, strict=True) if place and kept]
+                index += [offset + int(place) - 1 for place, valid in zip(places, mask, strict=True) if place and valid]
                 offset += len(fact["ids"])
         device = batch.input_ids.device
         teacher = self.teacher.of_rows(rows, device)
@@ -431,7 +431,7 @@ def continued(tokenizer: Tokenizer, spelled: Mapping[int, bytes], text: str) -> 
     for before in ANCHORS:
         if spells(best) == len(value):
             break
-        first, whole = (tokenizer(one, add_special_tokens=False)["input_ids"] for one in (before, before + text))
+        first, whole = (tokenizer(string, add_special_tokens=False)["input_ids"] for string in (before, before + text))
         if whole[: len(first)] == first:
             best = max(best, whole[len(first) :], key=spells)
     return best

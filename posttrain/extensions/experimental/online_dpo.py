@@ -190,7 +190,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         init = {"trust_remote_code": args.trust_remote_code, "model_init_kwargs": args.model_init_kwargs}
         wrap = functools.partial(WholeTextReward, policy_tokenizer=tokenizer, **init)
         pairs = zip(functions, own, strict=True)
-        return [wrap(one, theirs) if isinstance(one, str | nn.Module) else one for one, theirs in pairs]
+        return [wrap(reward, theirs) if isinstance(reward, str | nn.Module) else reward for reward, theirs in pairs]
 
     def make_reference(self) -> Reference:
         """Create the reference model. The loss always uses its log-probs."""

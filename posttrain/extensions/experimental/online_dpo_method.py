@@ -258,8 +258,8 @@ def score_metrics(scores: Tensor, known: Tensor, ended: Tensor, *, pairs: bool) 
 
 def equal_pairs(rollouts: RolloutBatch, ranks: Ranks) -> Tensor:
     """Return a bool tensor ``(P,)`` for the pairs of all ranks. It is True for pairs with two identical completions."""
-    one = rollouts.rollouts
-    same = [a.token_ids == b.token_ids for a, b in zip(one[::2], one[1::2], strict=True)]
+    samples = rollouts.rollouts
+    same = [a.token_ids == b.token_ids for a, b in zip(samples[::2], samples[1::2], strict=True)]
     return torch.tensor(ranks.gather(same), dtype=torch.bool)
 
 
@@ -325,13 +325,13 @@ class OnlineDPO(Method[OnlineDPOConfig]):
         ended = torch.tensor([reason == "stop" for reason in reasons])
         scores = totals - (self.cfg.missing_eos_penalty or 0.0) * (~ended).float()
         pairs = scores.view(-1, 2) if training else scores
-        known = ~pairs.isnan().any(1).repeat_interleave(2) if training else ~scores.isnan()
-        values, metrics = torch.zeros_like(scores), score_metrics(scores, known, ended, pairs=training)
+        valid = ~pairs.isnan().any(1).repeat_interleave(2) if training else ~scores.isnan()
+        values, metrics = torch.zeros_like(scores), score_metrics(scores, valid, ended, pairs=training)
         if training:
-            values, of_pairs = preferred(pairs, known[::2], equal_pairs(rollouts, ranks), rewards.names)
+            values, of_pairs = preferred(pairs, valid[::2], equal_pairs(rollouts, ranks), rewards.names)
             metrics |= of_pairs
         mine = slice(rewards.start, rewards.start + len(rollouts.rollouts))
-        columns = {"compared": known[mine].float().tolist(), "scores": scores[mine].nan_to_num(0.0).tolist()}
+        columns = {"compared": valid[mine].float().tolist(), "scores": scores[mine].nan_to_num(0.0).tolist()}
         return Advantages(values, totals, rewards.start, columns=columns, token_columns=logps, metrics=metrics)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:

@@ -152,7 +152,7 @@ class TokenPrompts(PromptSource):
         """
         ids, mask = [int(token) for token in row["input_ids"]], row.get("attention_mask")
         if mask is not None:
-            return [token for token, kept in zip(ids, mask, strict=True) if kept]
+            return [token for token, valid in zip(ids, mask, strict=True) if valid]
         pad = self.tokenizer.pad_token_id
         real = [i for i, token in enumerate(ids) if token != pad]
         return ids[real[0] : real[-1] + 1] if real else []
@@ -388,8 +388,8 @@ class PPOTrainer(OnlineTrainer):
         models. ``ended`` is 1 for responses with an end token.
         """
         batch = super().sample(examples, settings)
-        ended = [float(not self.end_ids.isdisjoint(one.token_ids)) for one in batch.rollouts]
-        prompts = [one.prompt_ids for one in batch.rollouts]
+        ended = [float(not self.end_ids.isdisjoint(rollout.token_ids)) for rollout in batch.rollouts]
+        prompts = [rollout.prompt_ids for rollout in batch.rollouts]
         return replace(batch, columns={"ended": ended}, extra=batch.extra | {"prompt_ids": prompts})
 
     def _measured(self, run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
@@ -432,15 +432,15 @@ class PPOTrainer(OnlineTrainer):
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
         """Compute the advantages, count the responses, and warn if the KL estimate is too low."""
-        found = super().advantages(rollouts, rewards, logps)
-        divergence, eos_id = found.metrics["objective/kl"], self.processing_class.eos_token_id
+        advantages = super().advantages(rollouts, rewards, logps)
+        divergence, eos_id = advantages.metrics["objective/kl"], self.processing_class.eos_token_id
         eos = sum(rollout.token_ids.count(eos_id) for rollout in rollouts.rollouts)
         local = [float(divergence.value), float(divergence.weight), eos, len(rollouts.rollouts)]
         kl, responses, eos, rows = parallel.all_reduce_sum(local, self.accelerator)
         if rollouts.mode == "train":
             self.counters["episode"] += rows
             self._watch_kl(kl / max(responses, 1.0))
-        return replace(found, metrics={**found.metrics, "val/num_eos_tokens": mean(eos)})
+        return replace(advantages, metrics={**advantages.metrics, "val/num_eos_tokens": mean(eos)})
 
     def _watch_kl(self, kl: float) -> None:
         self._low_kl = self._low_kl + 1 if kl < KL_LOW else 0
@@ -568,11 +568,11 @@ def _opened(args: PPOConfig, model: nn.Module, ref_model: Any, value_model: Any)
     """
     if isinstance(ref_model, nn.Module):
         check_reference(ref_model, model)
-    known = sorted(adapters_of(model))
+    adapters = sorted(adapters_of(model))
     for name in (args.model_adapter_name, args.ref_adapter_name):
-        if name is not None and name not in known:
+        if name is not None and name not in adapters:
             raise ConfigError(
-                f"the model has no adapter {name!r}; its adapters are {known}{did_you_mean(name, known)}."
+                f"the model has no adapter {name!r}; its adapters are {adapters}{did_you_mean(name, adapters)}."
             )
     if args.model_adapter_name is not None:
         model.set_adapter(args.model_adapter_name)

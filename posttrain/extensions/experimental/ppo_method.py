@@ -171,7 +171,7 @@ def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> l
     return [
         replace(
             row,
-            loss_masks=[[int(kept) for kept in columns["trained"][i]]],
+            loss_masks=[[int(trained) for trained in columns["trained"][i]]],
             token_columns={name: [columns[name][i]] for name in names},
         )
         for i, row in enumerate(plain_rows(generation, length, pad_token_id))
@@ -220,15 +220,15 @@ class PPO(Method[PPOConfig]):
             scores = scores - cfg.missing_eos_penalty * (
                 1.0 - torch.tensor(rollouts.columns["ended"], dtype=torch.float64)
             )
-        found = episodes(rollouts, logps, scores, cfg, lambda part: merge_moments(ranks.gather([part])))
-        lists = token_lists(found, [len(numbers) for numbers in logps["old_values"]])
+        gae = episodes(rollouts, logps, scores, cfg, lambda part: merge_moments(ranks.gather([part])))
+        lists = token_lists(gae, [len(numbers) for numbers in logps["old_values"]])
         return Advantages(
-            found.advantages,
+            gae.advantages,
             totals,
             rewards.start,
             columns={"scores": scores.tolist()},
             token_columns={**logps, **lists},
-            metrics=found.metrics,
+            metrics=gae.metrics,
         )
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:

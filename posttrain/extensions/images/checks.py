@@ -60,7 +60,7 @@ def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Fin
     if not over:
         return None
     worst = max(over, key=lambda i: lengths[i])
-    placed = {i: [one.count for segment in rows[i].pictures for one in segment] for i in over}
+    placed = {i: [image.count for segment in rows[i].pictures for image in segment] for i in over}
     most = min((limit - lengths[i] + sum(placed[i])) // len(placed[i]) for i in over)
     completion = 0 if rows[worst].completions else completion
     behind = f" + {completion} to be generated" if completion else ""
@@ -180,9 +180,9 @@ def pictures(context: Context) -> list[Finding]:
     for place, example in enumerate(islice(undecoded(dataset), 0, ROWS_LOOKED_AT, step)):
         blocks = [b for name in MESSAGE_COLUMNS for b in picture_blocks(example.get(name))]
         images = (*pictures_of(example), *map(picture_in, blocks))
-        rows += [(place * step, one) for one in images if one is not None]
+        rows += [(place * step, image) for image in images if image is not None]
     milder = ("PT-G003", "PT-G010") if context.args.image_fit == "drop" else ()
-    return [replace(one, severity="warning") if one.code in milder else one for one in check_pictures(rows)]
+    return [replace(result, severity="warning") if result.code in milder else result for result in check_pictures(rows)]
 
 
 # Effect of images -----------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def reach(context: Context) -> list[Finding | None]:
     """Check whether the log-probs of the first batch depend on its images. The check is skipped in runs with more than one
     process.
     """
-    batch = next((one for one in context.parts.get("batches", ()) if one.pictures), None)
+    batch = next((candidate for candidate in context.parts.get("batches", ()) if candidate.pictures), None)
     if batch is None or context.processes > 1 or picture_encoder(context.model) is None:
         return []
     return [check_reach(context.model, batch)]

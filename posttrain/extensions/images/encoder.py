@@ -155,7 +155,7 @@ class PictureEncoder:
         """Return the processor's tensors for the images of each row. Models that do not accept image features need these
         tensors.
         """
-        began, pictures = time.perf_counter(), [[one.picture for one in row] for row in rows]
+        began, pictures = time.perf_counter(), [[image.picture for image in row] for row in rows]
         inputs = self.processor.plain_inputs(ids.cpu(), pictures)
         self.encoded, self.seconds = self.encoded + sum(map(len, rows)), self.seconds + time.perf_counter() - began
         return for_tower(model, inputs)
@@ -221,7 +221,7 @@ class PictureEncoder:
         """Return the names of tower parameters that do not influence the features. An example is the last layer for
         ``vision_feature_layer=-2``.
         """
-        named = {name: one for name, one in tower_parameters(model).items() if one.requires_grad}
+        named = {name: parameter for name, parameter in tower_parameters(model).items() if parameter.requires_grad}
         if not named or self.processor.family.whole:
             return set()
         with torch.enable_grad():
@@ -255,7 +255,7 @@ class PictureEncoder:
         # In transformers before 5.18, SmolVLM reads the second dimension of the tensor as the number of tokens per image.
         # The number of image tokens of each row must be a multiple of this number, so use 1.
         output: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if first else levels[0][:, None])
-        output.deepstack_features = [[one] if listed else one for one, listed in zip(levels[1:], deeper, strict=True)]
+        output.deepstack_features = [[x] if listed else x for x, listed in zip(levels[1:], deeper, strict=True)]
         return output
 
     def _recall(self, key: Any) -> list[Tensor] | None:
@@ -333,8 +333,8 @@ def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch
         dtype: Dtype of the tower.
     """
     inputs = {
-        name: torch.zeros(one.shape, dtype=dtype if one.is_floating_point() else one.dtype) if one.is_meta else one
-        for name, one in pixels.items()
+        name: torch.zeros(x.shape, dtype=dtype if x.is_floating_point() else x.dtype) if x.is_meta else x
+        for name, x in pixels.items()
     }
     try:
         return torch.cat(image_features(model, inputs)[1])
@@ -350,7 +350,7 @@ def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
     and 2 inner widths. A frozen layer saves nothing. In addition, the layer that is being computed needs 8 widths and 2
     inner widths.
     """
-    config, trained = model.config.vision_config, any(one.requires_grad for one in tower_parameters(model).values())
+    config, trained = model.config.vision_config, any(p.requires_grad for p in tower_parameters(model).values())
     width = getattr(config, "embed_dim", None) or config.hidden_size
     inner = getattr(config, "intermediate_size", None) or int(width * getattr(config, "mlp_ratio", 4))
     layers = getattr(config, "num_hidden_layers", None) or config.depth
@@ -369,7 +369,7 @@ def _flat(features: Any) -> Tensor:
     """
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
-    return torch.cat([one.flatten(0, -2) for one in features])
+    return torch.cat([tensor.flatten(0, -2) for tensor in features])
 
 
 def probe_pictures(processor: PictureProcessor) -> list[Picture]:
@@ -432,7 +432,7 @@ def tower_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of vision tower and projector by name. These are all parameters that do not belong to the text
     model and its head.
     """
-    return {name: one for name, one in causal_lm(model).named_parameters() if not _of_text(name)}
+    return {name: parameter for name, parameter in causal_lm(model).named_parameters() if not _of_text(name)}
 
 
 def _tower(model: nn.Module) -> Iterator[nn.Module]:
@@ -476,15 +476,15 @@ def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> 
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     text = {name for name in linear if set(LANGUAGE) & set(name.split(".")) and not name.endswith("lm_head")}
     if targets is None or targets == "all-linear":
-        kept = text
+        selected = text
     else:
         paths = {target for target in targets if "." in target}
-        kept = paths | {name for name in text if name.rsplit(".", 1)[-1] in targets}
+        selected = paths | {name for name in text if name.rsplit(".", 1)[-1] in targets}
     narrowed = copy.deepcopy(config)
-    narrowed.target_modules = kept
+    narrowed.target_modules = selected
     logger.info(
         "the adapter is added to %d layers of the text model. Set freeze_vision=False to include the vision tower.",
-        len(kept),
+        len(selected),
     )
     return narrowed
 
@@ -581,7 +581,7 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> PassIn
         ModelError: The batch has images, but the model was not prepared for images. The error is also raised if the number
             of placeholders differs from the number that the images need (PT-G011).
     """
-    encoder, placed = picture_encoder(model), [one for *_, one in batch.pictures]
+    encoder, placed = picture_encoder(model), [image for *_, image in batch.pictures]
     if encoder is None:
         if placed:
             raise ModelError(
@@ -597,25 +597,25 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> PassIn
             )
         return PassInputs(batch.position_ids)
     at_pictures = batch.input_ids == encoder.processor.token_id
-    if int(at_pictures.sum()) != sum(one.count for one in placed) or not all(
+    if int(at_pictures.sum()) != sum(image.count for image in placed) or not all(
         at_pictures[b, c] for b, c, _ in batch.pictures
     ):
         raise ModelError(
             f"PT-G011: a pass has {int(at_pictures.sum())} image placeholders, but its {len(placed)} images need "
-            f"{sum(one.count for one in placed)}. Fix: do not change rows after their images were placed."
+            f"{sum(image.count for image in placed)}. Fix: do not change rows after their images were placed."
         )
     if not placed:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         return PassInputs(batch.position_ids, inputs=encoder.idle if several else None)
     family = encoder.processor.family
     if family.whole:
-        rows = [[one for b, _, one in batch.pictures if b == row] for row in range(len(batch.input_ids))]
+        rows = [[image for b, _, image in batch.pictures if b == row] for row in range(len(batch.input_ids))]
         return PassInputs(None, inputs=lambda inner: encoder.whole(inner, batch.input_ids, rows))
     if family.cross:
-        roots = sum(one.parent < 0 for one in batch.segments)
-        branches = [one for one in batch.segments if one.parent >= 0]
+        roots = sum(segment.parent < 0 for segment in batch.segments)
+        branches = [segment for segment in batch.segments if segment.parent >= 0]
         if roots > 1 or any(
-            one.row == b and one.start <= c < one.stop for b, c, _ in batch.pictures for one in branches
+            branch.row == b and branch.start <= c < branch.stop for b, c, _ in batch.pictures for branch in branches
         ):
             raise ModelError(
                 f"{type(causal_lm(model)).__name__}: a pass has several prompts, or an answer has images. A text would "
@@ -625,12 +625,12 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> PassIn
         return PassInputs(batch.position_ids, inputs=lambda inner: encoder.crossed(inner, batch, placed))
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
     spans = block_spans(batch, at_pictures, family.block) if family.block != "none" else None
-    kept = None
+    mask = None
     # Call nonzero() only for a part of the columns, because it waits for the device.
     if columns is not None:
         where = at_pictures.nonzero()[:, 1]  # (sum of tokens,), in the order of the features
-        kept = (where >= columns.start) & (where < columns.stop)
-    return PassInputs(positions, spans, lambda inner: encoder.inputs(inner, placed, kept))
+        mask = (where >= columns.start) & (where < columns.stop)
+    return PassInputs(positions, spans, lambda inner: encoder.inputs(inner, placed, mask))
 
 
 def prompt_view(

@@ -157,9 +157,9 @@ class Placed:
         """Return a dict that can be written as JSON. The dict contains a path, or encoded bytes in base64."""
         picture = self.picture.encoded()
         data = base64.b64encode(picture.source).decode() if isinstance(picture.source, bytes) else None
-        kept = {"path": None if data else picture.source, "background": picture.background, "where": picture.where}
-        kept["size"] = picture.size
-        return {"start": self.start, "count": self.count, "grid": self.grid, "data": data, **kept}
+        fields = {"path": None if data else picture.source, "background": picture.background, "where": picture.where}
+        fields["size"] = picture.size
+        return {"start": self.start, "count": self.count, "grid": self.grid, "data": data, **fields}
 
     @classmethod
     def of(
@@ -225,8 +225,8 @@ def open_source(source: Any) -> Any:
         return source
     pil = require("PIL.Image", "reading images")
     pil.init()
-    known = [name for name in FORMATS if name in pil.OPEN]  # Older releases of PIL do not support AVIF.
-    return pil.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=known)
+    formats = [name for name in FORMATS if name in pil.OPEN]  # Older releases of PIL do not support AVIF.
+    return pil.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=formats)
 
 
 def _digest(source: Any) -> str:
@@ -337,7 +337,7 @@ def conversation_pictures(
             pictures += [picture for _, picture in blocks if picture is not NOTHING]
             message["content"] = [block for block, _ in blocks]
         converted.append(message)
-    loose, empty = [one for one in images or () if one is not None], sum(picture is None for picture in pictures)
+    loose, empty = [image for image in images or () if image is not None], sum(picture is None for picture in pictures)
     if loose and not empty:
         user = next((m for m in converted if m.get("role") == "user"), None)
         if user is None:

@@ -89,7 +89,7 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
                 return f"the processor returns {inputs['input_ids'].shape[1]} tokens, but {len(ids)} were expected"
             # End the prompt after the first image. All further images are then in the answer.
             start = placed[0].start + placed[0].count if placed else 1
-            after = [replace(one, start=one.start - start) for one in placed[1:]]
+            after = [replace(image, start=image.start - start) for image in placed[1:]]
             judged = [int(token != reader.token_id) for token in ids[start:]]
             rows.append(Row(ids[:start], [ids[start:]], [judged], pictures=[placed[:1], after]))
             truth.append(_own_logps(model, inputs)[start - 1 :])
@@ -98,12 +98,12 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
                 _own_logps(model, {**inputs, "input_ids": changed})[start - 1 : -1], truth[-1][:-1], share
             ):
                 return f"earlier tokens attend to later tokens: {gap}"
-            others = [read_picture(one.load().rotate(180)) for one in pictures]
+            others = [read_picture(image.load().rotate(180)) for image in pictures]
             moved.append(_own_logps(model, _own_inputs(reader, text + answer, others))[start - 1 :])
     judged = has_logp(rows)
     real, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
     padded = packed_logps(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
-    gap, reach = (float((one - real).abs().max()) for one in (padded, other))
+    gap, reach = (float((logps - real).abs().max()) for logps in (padded, other))
     # If the model ignored its images, the log-probs would agree in any case. Therefore, exchanging the images must change
     # log-probs by much more than the difference between rows and separate sequences.
     if not (fault := disagreement(padded, real, share)) and reach <= max(10 * gap, share * REACH):

@@ -164,8 +164,8 @@ class PictureProcessor:
         self._sizes: dict[Any, tuple[int, int]] = {}
         self.resized = self.sanitized = 0
         self.placeholder: str = getattr(processor, "image_token", None) or ""
-        known = family_of(processor)
-        self.family, self.token_id = self._guessed() if known is None else (known, int(processor.image_token_ids[0]))
+        family = family_of(processor)
+        self.family, self.token_id = self._guessed() if family is None else (family, int(processor.image_token_ids[0]))
 
     def __getstate__(self) -> dict[str, Any]:
         # Exclude caches, because the fingerprint of a dataset is computed from the pickled state.
@@ -403,7 +403,7 @@ class PictureProcessor:
         placed = []
         for ids in segments:
             wanted, mine = list(ids).count(self.token_id), []
-            while pictures and sum(self.expansion(one).count for one in mine) < wanted:
+            while pictures and sum(self.expansion(image).count for image in mine) < wanted:
                 mine.append(pictures.pop(0))
             placed.append(self.place(ids, mine))
         return placed
@@ -531,7 +531,7 @@ class PictureProcessor:
         device.
         """
         joined = self.join([self.prepare(picture) for picture in pictures] * copies)
-        return {name: one.to("meta") if one.is_floating_point() else one for name, one in joined.items()}
+        return {name: tensor.to("meta") if tensor.is_floating_point() else tensor for name, tensor in joined.items()}
 
     def plain_inputs(
         self, ids: Tensor, rows: Sequence[Sequence[Picture]], prompt: int | Tensor = 0
@@ -572,8 +572,8 @@ class PictureProcessor:
             types = next((name for name in (KINDS, "token_type_ids") if name in first and first[name].any()), None)
             grid = GRID in first and hasattr(self.processor.image_processor, "merge_size")
             for tiled in (False, True):
-                joined = _joined([_pixels(one) for one in apart], tiled=tiled)
-                if any(_equal(joined, _pixels(one)) for one in together):
+                joined = _joined([_pixels(output) for output in apart], tiled=tiled)
+                if any(_equal(joined, _pixels(output)) for output in together):
                     return Family((), tiled=tiled, positions="grid" if grid else "plain", types=types), token
             reason = f"its {', '.join(_pixels(first))} differ between images prepared together and images prepared separately"
         # Any exception means that the family cannot be inferred. Its message is the reason that the error reports.
@@ -622,7 +622,7 @@ def _joined(prepared: Sequence[Mapping[str, Tensor]], *, tiled: bool) -> dict[st
     """Concatenate the tensors of several images by name, along tiles or images. All other dimensions are padded with zeros."""
     joined, along = {}, int(tiled)
     for name, first in prepared[0].items():
-        parts = [one[name] for one in prepared]
+        parts = [tensors[name] for tensors in prepared]
         axes = range(along + 1, first.dim())
         most = [max(part.shape[axis] for part in parts) for axis in axes]
         for i, part in enumerate(parts):
@@ -652,7 +652,7 @@ def image_only(kind: type) -> type:
     """
     base: Any = kind
     names = inspect.signature(base.__init__).parameters
-    kept = [parameter for name, parameter in names.items() if name != "video_processor"]
+    parameters = [parameter for name, parameter in names.items() if name != "video_processor"]
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, video_processor=None, **kwargs)
@@ -660,9 +660,9 @@ def image_only(kind: type) -> type:
 
     def accepted(processor_config: dict[str, Any], valid_kwargs: Any) -> tuple[dict, dict]:
         # Pass the argument names explicitly. `transformers` would read them from ``build``, whose parameters have no names.
-        return base.validate_init_kwargs(processor_config, [parameter.name for parameter in kept[1:]])
+        return base.validate_init_kwargs(processor_config, [parameter.name for parameter in parameters[1:]])
 
-    vars(build)["__signature__"] = inspect.Signature(kept)
+    vars(build)["__signature__"] = inspect.Signature(parameters)
     # Pickle an object through its original class, because worker processes cannot import this class.
     methods = {"__init__": build, "validate_init_kwargs": staticmethod(accepted)}
     methods["__reduce__"] = lambda self: (_image_only_again, (kind,), vars(self))

@@ -99,11 +99,11 @@ def row_features(features: object, branches: Sequence[str], drop: Sequence[str])
     images.
     """
     ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
-    kept = {name: kind for name, kind in features.items() if name not in drop}
-    kept |= {name: List(Value("int64")) for name in [*ids, *(f"{b}_mask" for b in branches)]}
-    kept |= {"_counts": List(Value("int64")), "_reason": Value("string")}
+    types = {name: kind for name, kind in features.items() if name not in drop}
+    types |= {name: List(Value("int64")) for name in [*ids, *(f"{b}_mask" for b in branches)]}
+    types |= {"_counts": List(Value("int64")), "_reason": Value("string")}
     picture = {"bytes": Value("binary"), "path": Value("string"), "size": List(Value("int64")), "row": Value("int64")}
-    return Features(kept | {"pictures": List(picture)})
+    return Features(types | {"pictures": List(picture)})
 
 
 def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
     lengths = np.array([len(ids) for ids in batch["input_ids"]])
     order, counts = best_fit_decreasing(lengths, size)
     packs = np.split(order, np.cumsum(counts)[:-1])
-    columns = {name: [[one for i in pack for one in rows[i]] for pack in packs] for name, rows in batch.items()}
+    columns = {name: [[item for i in pack for item in rows[i]] for pack in packs] for name, rows in batch.items()}
     return columns | {LENGTHS: [lengths[pack].tolist() for pack in packs]}
 
 

@@ -215,17 +215,17 @@ class Vision(Media):
         about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
         if isinstance(dataset, Sized):
             about["features"] = row_features(dataset.features, options.branches, drop)
-        mapped, counts, kept, report = tokenized(
+        mapped, counts, remaining, report = tokenized(
             dataset, name, row_batch, {"reader": self.reader, "options": options}, **about
         )
         if isinstance(report.rows_in, int) and report.rows_in > 0:
             self._report_changed(mapped, counts, report)
         if packs:
-            columns, kinds = get_dataset_column_names(kept), kept.features
+            columns, kinds = get_dataset_column_names(remaining), remaining.features
             kinds = None if kinds is None else Features(kinds | {LENGTHS: List(Value("int64"))})
             about = {"batched": True, "batch_size": PACKED, "remove_columns": columns, "features": kinds}
-            kept = kept.map(side_by_side, fn_kwargs={"size": self.args.max_length}, **about)
-        return kept, report
+            remaining = remaining.map(side_by_side, fn_kwargs={"size": self.args.max_length}, **about)
+        return remaining, report
 
     def _refuse_options(self, unsupported: Mapping[str, Any]) -> None:
         """Reject options that rows with images do not support."""
@@ -341,11 +341,11 @@ class Vision(Media):
             ConfigError: The rows contain images, but the engine, a reward model or a judge supports only text.
         """
         judges = [
-            one
-            for one in rewards
-            if isinstance(one, ModelReward) or (isinstance(one, JudgeReward) and not one.judge.vision)
+            reward
+            for reward in rewards
+            if isinstance(reward, ModelReward) or (isinstance(reward, JudgeReward) and not reward.judge.vision)
         ]
-        blind = [type(one).__name__ for one in judges]
+        blind = [type(reward).__name__ for reward in judges]
         if self.images and blind:
             raise ConfigError(
                 f"the rows have images, but {', '.join(blind)} reads only text, so it would score answers about images without "
@@ -393,12 +393,12 @@ class Vision(Media):
         assert self.reader is not None
         for i in range(0, len(rollouts), ROLLOUTS_A_COMPARISON):
             pictures = conversation_of(examples[i])[1]
-            wanted = [self.reader.fitted(read_picture(one, "column 'images' of a prompt")).digest for one in pictures]
-            if wanted != [one.picture.digest for one in rollouts[i].pictures]:
+            wanted = [self.reader.fitted(read_picture(raw, "column 'images' of a prompt")).digest for raw in pictures]
+            if wanted != [image.picture.digest for image in rollouts[i].pictures]:
                 raise ModelError(
                     f"PT-G015: rollout {i} was sampled with the images "
                     f"{[p.picture.digest[:8] for p in rollouts[i].pictures]}, but its row has "
-                    f"{[one[:8] for one in wanted]}. Fix: do not change the order of prompts in sample()."
+                    f"{[digest[:8] for digest in wanted]}. Fix: do not change the order of prompts in sample()."
                 )
         token, odd, clean = self.reader.token_id, set(), list(rollouts)
         for i, rollout in enumerate(rollouts):
@@ -539,7 +539,7 @@ def freeze(model: nn.Module, peft_config: PeftConfig | None, choice: object, *, 
     inner: Any = causal_lm(model)
     peft_config, frozen = freeze_tower(inner, peft_config, choice, images=images)
     tower = tower_parameters(inner)
-    count = lambda kept: sum(p.numel() for p in kept) / 1e6  # noqa: E731
+    count = lambda parameters: sum(p.numel() for p in parameters) / 1e6  # noqa: E731
     logger.info(
         "vision: %.2f of %.2f M parameters are frozen; text: %.2f M.",
         count(frozen), count(tower.values()), count(inner.parameters()) - count(tower.values()),
@@ -559,7 +559,7 @@ def check_shards(model: nn.Module, accelerator: Accelerator) -> None:
         refuse_skipped_layers(model, accelerator)
     if accelerator.num_processes == 1 or shards_parameters(accelerator) or not has_tower(model):
         return
-    tower = {name: one for name, one in tower_parameters(inner).items() if one.requires_grad}
+    tower = {name: parameter for name, parameter in tower_parameters(inner).items() if parameter.requires_grad}
     idle = encoder.unreached(inner) if encoder is not None else set(tower)
     for name in idle:
         tower[name].requires_grad_(False)
@@ -590,14 +590,14 @@ def _alike(mine: PictureProcessor, theirs: PictureProcessor) -> bool:
             token ids.
     """
     for picture in (shaded(LARGE), mine.shaded((112, 56)), mine.shaded((56, 112))):
-        one, other = mine.expansion(picture), theirs.expansion(picture)
-        if (one.count, one.grid) != (other.count, other.grid):
+        own, other = mine.expansion(picture), theirs.expansion(picture)
+        if (own.count, own.grid) != (other.count, other.grid):
             raise ConfigError(
-                f"two models must read the same ids, but an image of {picture.size} has {one.count} tokens (grid "
-                f"{one.grid}) with the processor of one model and {other.count} (grid {other.grid}) with the processor of the "
+                f"two models must read the same ids, but an image of {picture.size} has {own.count} tokens (grid "
+                f"{own.grid}) with the processor of one model and {other.count} (grid {other.grid}) with the processor of the "
                 "other model. Fix: use the same sizes in the settings of both processors, or GOLD with use_uld_loss=True."
             )
         first, second = mine.prepare(picture), theirs.prepare(picture)
-        if first.keys() != second.keys() or not all(torch.equal(one, second[name]) for name, one in first.items()):
+        if first.keys() != second.keys() or not all(torch.equal(value, second[name]) for name, value in first.items()):
             return False
     return True

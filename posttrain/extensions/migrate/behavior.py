@@ -26,11 +26,11 @@ def changed_defaults(kind: type, given: Collection[str]) -> str:
     """Return a note about the unset options of a config whose default changed. It contains the old defaults, or is empty."""
     owners = {base.__name__ for base in kind.__mro__} | {"Config"}
     names = {item.name for item in fields(kind)} - {*given}
-    found = []
+    defaults = []
     for row in rows():
         owner, _, name = row.name.partition(".")
         if row.kind == "default" and owner in owners and name in names:
             releases = "-".join(dict.fromkeys(row.releases.split("-")))
-            found.append(f"{name}={row.replacement} [TRL {releases}]")
-    text = ", ".join(found)
+            defaults.append(f"{name}={row.replacement} [TRL {releases}]")
+    text = ", ".join(defaults)
     return text and f"{kind.__name__}: some defaults changed. To keep the older values, set {text}."

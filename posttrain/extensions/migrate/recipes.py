@@ -40,8 +40,8 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
     kinds = (GRPOScriptArguments, config_of(options), posttrain.ModelConfig)
     lines, notes = text.splitlines(keepends=True), []
     for key, value in reversed(node.value):
-        name, given = key.value, options.get(key.value)
-        _convert_value(kinds, key, value, given, lines, notes)
+        name, setting = key.value, options.get(key.value)
+        _convert_value(kinds, key, value, setting, lines, notes)
         cls = old_names.owner(kinds, name)
         if cls is None or any(name in kind.__dataclass_fields__ for kind in kinds):
             continue
@@ -49,20 +49,20 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
         target, _, literal = row.replacement.partition("=")
         first, last = key.start_mark.line, value.end_mark.line + (value.end_mark.column > 0)
         if row.action == "refuse" or (
-            row.action in ("loss", "rename") and given is not None and not target.isidentifier()
+            row.action in ("loss", "rename") and setting is not None and not target.isidentifier()
         ):
             notes.append(Note(first + 1, f"{name}: {row.replacement}"))
-        elif row.action == "loss" and given is not None:
-            notes.append(Note(first + 1, f"{name}: add {target!r} to loss_type, and {given} to loss_weights"))
-        elif target in options and row.action != "ignore" and given is not None:
-            if options[target] != given:
-                notes.append(Note(first + 1, f"{name}={given!r} and {target}={options[target]!r} are both set"))
+        elif row.action == "loss" and setting is not None:
+            notes.append(Note(first + 1, f"{name}: add {target!r} to loss_type, and {setting} to loss_weights"))
+        elif target in options and row.action != "ignore" and setting is not None:
+            if options[target] != setting:
+                notes.append(Note(first + 1, f"{name}={setting!r} and {target}={options[target]!r} are both set"))
                 continue
             del lines[first:last]
-        elif row.action == "rename" and given is not None:
+        elif row.action == "rename" and setting is not None:
             column = key.start_mark.column
             lines[first] = lines[first][:column] + target + lines[first][key.end_mark.column :]
-        elif row.action == "convert" and given:
+        elif row.action == "convert" and setting:
             lines[first:last] = [f"{target}: {yaml.safe_dump(ast.literal_eval(literal)).splitlines()[0]}\n"]
         elif row.action != "keep":
             del lines[first:last]
@@ -100,8 +100,8 @@ def _keep_behavior(config: type, node: yaml.MappingNode, options: dict[str, Any]
 
 def _convert_value(kinds: Any, key: Any, value: Any, given: object, lines: list[str], notes: list[Note]) -> None:
     """Replace an outdated value of an option whose name did not change. If there is no new value, add a note."""
-    found = (value_row(kind, key.value, given) for kind in kinds if given is not None)
-    row = next((row for row in found if row), None)
+    matches = (value_row(kind, key.value, given) for kind in kinds if given is not None)
+    row = next((row for row in matches if row), None)
     if row is not None and row.action == "refuse":
         notes.append(Note(key.start_mark.line + 1, f"{key.value}={given!r}: {row.replacement}"))
     elif row is not None and row.action == "ignore":

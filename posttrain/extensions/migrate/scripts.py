@@ -188,8 +188,8 @@ class Script(cst.CSTVisitor):
                 name = row.replacement.removeprefix("posttrain.")
                 if alias.asname is None:
                     self.renamed[local] = name
-            if (known := class_of(name)) is not None:
-                self.classes[local] = known
+            if (cls := class_of(name)) is not None:
+                self.classes[local] = cls
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         """Record a class definition. Add notes about overridden methods that this package never calls."""
@@ -270,8 +270,8 @@ class Script(cst.CSTVisitor):
             moved = [
                 arg for arg in call.args if arg.keyword and is_option(kind, arg.keyword.value, value_of(arg.value))
             ]
-            given, config = given_config(kind, call), kind.config_class
-            target = self.config_call(given)
+            config_arg, config = given_config(kind, call), kind.config_class
+            target = self.config_call(config_arg)
             self.is_old |= bool(moved)
             self.drop_collator(call)
             if target is not None and moved and self.calls[target] is posttrain.PostTrainingConfig:
@@ -280,7 +280,7 @@ class Script(cst.CSTVisitor):
                 self.needed.add(config.__name__)
             if not moved:
                 continue
-            if given is None and not any(arg.star for arg in call.args):
+            if config_arg is None and not any(arg.star for arg in call.args):
                 self.needed.add(config.__name__)
             elif target is None:
                 names = ", ".join(arg.keyword.value for arg in moved if arg.keyword)
@@ -303,8 +303,8 @@ class Script(cst.CSTVisitor):
         """Mark the collator of preference rows for removal (TRL 0.7 to 0.11), because trainers now create their own
         collator.
         """
-        given = by_name(call).get("data_collator")
-        name = code(given.value.func) if given is not None and isinstance(given.value, cst.Call) else ""
+        collator = by_name(call).get("data_collator")
+        name = code(collator.value.func) if collator is not None and isinstance(collator.value, cst.Call) else ""
         if self.imported.get(name) == COLLATOR:
             self.deleted.add(call)
             self.uses[name] -= 1
@@ -418,10 +418,10 @@ class Rewriter(cst.CSTTransformer):
             return updated_node.with_changes(body=[node.with_changes(names=groups[package])])
         lines = []
         for module, names in groups.items():
-            kept, last = node, node.names[-1].comma
+            base, last = node, node.names[-1].comma
             if module != next(iter(groups)):
-                kept, last = node.with_changes(lpar=None, rpar=None), cst.MaybeSentinel.DEFAULT
-            new = kept.with_changes(module=dotted(module), names=joined(names, last, one_line=kept.lpar is None))
+                base, last = node.with_changes(lpar=None, rpar=None), cst.MaybeSentinel.DEFAULT
+            new = base.with_changes(module=dotted(module), names=joined(names, last, one_line=base.lpar is None))
             leading = () if lines else updated_node.leading_lines
             lines.append(updated_node.with_changes(body=[new], leading_lines=leading))
         return cst.FlattenSentinel(lines)
@@ -547,15 +547,15 @@ class Rewriter(cst.CSTTransformer):
 
     def checked(self, node: cst.Call, kind: type, call: cst.Call) -> cst.Call:
         """Add the option with which packing works as in older releases. Add notes about changed defaults and the EOS token."""
-        script, given = self.script, by_name(call)
+        script, args = self.script, by_name(call)
         if issubclass(kind, posttrain.SFTTrainer):
             made = script.config_call(given_config(kind, node))
             old = (by_name(made) if made else {}) | by_name(node)
             packed = "packing" in old and value_of(old["packing"].value) is True
             if script.is_old and not packed and any(name in old and value_of(old[name].value) != "" for name in TEXTS):
                 script.note(node, EOS, check=True)
-        packs = "packing" in given and value_of(given["packing"].value) not in (False, None)
-        if issubclass(kind, posttrain.SFTConfig) and packs and "packing_strategy" not in given:
+        packs = "packing" in args and value_of(args["packing"].value) not in (False, None)
+        if issubclass(kind, posttrain.SFTConfig) and packs and "packing_strategy" not in args:
             if script.is_old:
                 value = cst.SimpleString('"wrapped"')
                 call = with_argument(call, cst.Arg(value, cst.Name("packing_strategy")))
@@ -568,7 +568,7 @@ class Rewriter(cst.CSTTransformer):
             and kind is not posttrain.PostTrainingConfig
             and None not in mappings
         ):
-            names = {*given, *(key for keys in mappings for key in keys or ()), *script.own.get(code(node.func), ())}
+            names = {*args, *(key for keys in mappings for key in keys or ()), *script.own.get(code(node.func), ())}
             if text := changed_defaults(kind, names):
                 script.note(node, text, check=True)
         return call
@@ -577,16 +577,16 @@ class Rewriter(cst.CSTTransformer):
         """Replace an outdated value of an argument whose name did not change."""
         if row.action == "ignore":
             return without(call, name)
-        given = code(by_name(call)[name].value)
+        text = code(by_name(call)[name].value)
         if row.action == "refuse":
-            self.script.note(node, f"{name}={given}: {row.replacement}", name)
+            self.script.note(node, f"{name}={text}: {row.replacement}", name)
             return call
-        return exchanged(call, name, cst.Name(name), cst.parse_expression(f"{given[-1]}{row.replacement}{given[-1]}"))
+        return exchanged(call, name, cst.Name(name), cst.parse_expression(f"{text[-1]}{row.replacement}{text[-1]}"))
 
     def argument(self, node: cst.Call, kind: type, call: cst.Call, name: str, row: TRLName) -> cst.Call:
         """Rename, move or remove one argument, as the argument's row in the table of names requires."""
-        given = by_name(call)
-        arg, value = given[name], value_of(given[name].value)
+        args = by_name(call)
+        arg, value = args[name], value_of(args[name].value)
         target, _, literal = row.replacement.partition("=")
         if row.action == "refuse" or (literal and value is ANY):
             self.script.note(node, f"{name}: {row.replacement}", name)
@@ -598,11 +598,11 @@ class Rewriter(cst.CSTTransformer):
         option, _, key = target.partition(".")
         if key:
             return self.with_key(node, call, name, option, key)
-        if option == "warmup_steps" and option in given and value_of(given[option].value) == 0:
-            call, given = without(call, option), {}
+        if option == "warmup_steps" and option in args and value_of(args[option].value) == 0:
+            call, args = without(call, option), {}
         new = cst.parse_expression(literal) if literal else arg.value
-        if option in given:
-            shown = [code(part) for part in (new, given[option].value)]
+        if option in args:
+            shown = [code(part) for part in (new, args[option].value)]
             if shown[0] == shown[1]:
                 return without(call, name)
             self.script.note(node, f"{name}={shown[0]} and {option}={shown[1]} are both set. Keep one of them.", name)
@@ -611,22 +611,22 @@ class Rewriter(cst.CSTTransformer):
 
     def without_old_keys(self, node: cst.Call, call: cst.Call, value: dict[str, Any]) -> cst.Call:
         """Remove keys of ``dataset_kwargs`` that TRL has ignored since 0.13."""
-        kept = {key: item for key, item in value.items() if key not in OLD_DATASET_KWARGS}
-        if kept == value:
+        remaining = {key: item for key, item in value.items() if key not in OLD_DATASET_KWARGS}
+        if remaining == value:
             return call
         if value.get("add_special_tokens") is False:
             self.script.note(node, ADDED_TOKENS, "dataset_kwargs")
-        if not kept:
+        if not remaining:
             return without(call, "dataset_kwargs")
-        return exchanged(call, "dataset_kwargs", cst.Name("dataset_kwargs"), cst.parse_expression(repr(kept)))
+        return exchanged(call, "dataset_kwargs", cst.Name("dataset_kwargs"), cst.parse_expression(repr(remaining)))
 
     def with_key(self, node: cst.Call, call: cst.Call, name: str, option: str, key: str) -> cst.Call:
         """Move the argument ``name`` into the dict of the argument ``option``, as the value of ``key``."""
-        given = by_name(call)
-        element = cst.DictElement(cst.SimpleString(f'"{key}"'), given[name].value)
-        if option not in given:
+        args = by_name(call)
+        element = cst.DictElement(cst.SimpleString(f'"{key}"'), args[name].value)
+        if option not in args:
             return exchanged(call, name, cst.Name(option), cst.Dict([element]))
-        mapping = given[option].value
+        mapping = args[option].value
         if not isinstance(mapping, cst.Dict):
             self.script.note(node, f"{name}: move it to {option}, with the key {key!r}.", name)
             return call
@@ -638,21 +638,21 @@ class Rewriter(cst.CSTTransformer):
 
     def with_loss(self, node: cst.Call, kind: type, call: cst.Call, name: str, loss: str) -> cst.Call:
         """Convert an argument with the weight of a loss term to an entry in ``loss_type`` and an entry in ``loss_weights``."""
-        given = by_name(call)
-        losses = value_of(given["loss_type"].value) if "loss_type" in given else old_names.default_losses(kind)
+        args = by_name(call)
+        losses = value_of(args["loss_type"].value) if "loss_type" in args else old_names.default_losses(kind)
         losses = [losses] if isinstance(losses, str) else losses
-        weights = value_of(given["loss_weights"].value) if "loss_weights" in given else None
+        weights = value_of(args["loss_weights"].value) if "loss_weights" in args else None
         if ANY in (losses, weights):
             self.script.note(node, f"{name}: add {loss!r} to loss_type, and the value to loss_weights.", name)
             return call
         weights = weights or [1.0] * len(losses)
         new = {
             "loss_type": repr([*losses, loss]).replace("'", '"'),
-            "loss_weights": f"[{', '.join([*map(repr, weights), code(given[name].value)])}]",
+            "loss_weights": f"[{', '.join([*map(repr, weights), code(args[name].value)])}]",
         }
         for option, text in new.items():
             value = cst.parse_expression(text)
-            if option in given:
+            if option in args:
                 call = exchanged(call, option, cst.Name(option), value)
             else:
                 call = with_argument(call, cst.Arg(value, cst.Name(option)))
@@ -746,9 +746,9 @@ def keys_of(node: cst.BaseExpression) -> list[str] | None:
 
 def without_vllm(call: cst.Call) -> bool:
     """Return whether a config is created without vLLM. The vLLM options of such a config have no effect."""
-    given = by_name(call)
+    args = by_name(call)
     return not any(arg.star for arg in call.args) and (
-        "use_vllm" not in given or value_of(given["use_vllm"].value) is False
+        "use_vllm" not in args or value_of(args["use_vllm"].value) is False
     )
 
 
@@ -857,9 +857,9 @@ def without(call: cst.Call, name: str) -> cst.Call:
 def with_defaults(call: cst.Call, config: type) -> cst.Call:
     """Add the default values of ``TrainingArguments`` as arguments, where the defaults of ``config`` differ."""
     own = {item.name: item.default for item in fields(config)}
-    given = by_name(call)
+    args = by_name(call)
     for item in fields(TrainingArguments):
-        if item.default != own[item.name] and isinstance(item.default, int | float) and item.name not in given:
+        if item.default != own[item.name] and isinstance(item.default, int | float) and item.name not in args:
             call = with_argument(call, cst.Arg(cst.parse_expression(repr(item.default)), cst.Name(item.name)))
     return call
 

@@ -37,47 +37,47 @@ def migrate_shell(text: str, *, notebook: bool = False) -> tuple[str, list[Note]
         The new text, and notes about places that must be changed manually.
     """
     notes, parts, end = [], [], 0
-    for found in (IN_NOTEBOOK if notebook else COMMAND).finditer(text):
-        line, name = text.count("\n", 0, found.start("program")) + 1, found["name"]
+    for match in (IN_NOTEBOOK if notebook else COMMAND).finditer(text):
+        line, name = text.count("\n", 0, match.start("program")) + 1, match["name"]
         if name not in (*TRAINING, *SAME):
             notes.append(Note(line, f"trl {name}: posttrain has no such command. See posttrain --help."))
             continue
-        rest = WORDS.match(text, found.end())
+        rest = WORDS.match(text, match.end())
         assert rest is not None
         options = rest[0] if name in SAME else _options(rest[0], name, line, notes)
-        parts += [text[end : found.start("program")], "posttrain", text[found.end("program") : found.end()], options]
+        parts += [text[end : match.start("program")], "posttrain", text[match.end("program") : match.end()], options]
         end = rest.end()
-    for found in SCRIPT.finditer(text):
-        line = text.count("\n", 0, found.start()) + 1
-        first = text.rfind("\n", 0, found.start()) + 1
-        if found[1] in TRAINING and (not notebook or text[first : found.start()].lstrip().startswith("!")):
+    for match in SCRIPT.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        first = text.rfind("\n", 0, match.start()) + 1
+        if match[1] in TRAINING and (not notebook or text[first : match.start()].lstrip().startswith("!")):
             notes.append(
-                Note(line, f"{found[0]}: use posttrain {found[1]}, which also accepts the options of accelerate launch")
+                Note(line, f"{match[0]}: use posttrain {match[1]}, which also accepts the options of accelerate launch")
             )
     return "".join([*parts, text[end:]]), notes
 
 
 def _options(text: str, command: str, line: int, notes: list[Note]) -> str:
     kinds = (GRPOScriptArguments, TRAINING[command].config, posttrain.ModelConfig)
-    flags = {found["name"].replace("-", "_") for found in FLAG.finditer(text)}
+    flags = {match["name"].replace("-", "_") for match in FLAG.finditer(text)}
     wrapped = "packing_strategy" not in flags and bool(REMOVED & flags)
-    known = {"config", *(name for kind in kinds for name in kind.__dataclass_fields__)}
+    options = {"config", *(name for kind in kinds for name in kind.__dataclass_fields__)}
 
     def replace(found: re.Match[str]) -> str:
         name, values = found["name"].replace("-", "_"), found["values"]
-        given = _value(values)
-        if name == "packing" and given and wrapped:
+        value = _value(values)
+        if name == "packing" and value and wrapped:
             return f"{found[0]}{found['space']}--packing_strategy wrapped"
         where = line + text.count("\n", 0, found.start("name"))
-        if name in known:
-            old = next((row for kind in kinds if (row := value_row(kind, name, given))), None)
+        if name in options:
+            old = next((row for kind in kinds if (row := value_row(kind, name, value))), None)
             if old is not None and old.action == "rename":
-                return found[0].replace(str(given), old.replacement)
+                return found[0].replace(str(value), old.replacement)
             if old is not None and old.action == "refuse":
-                notes.append(Note(where, f"--{name} {given}: {old.replacement}"))
+                notes.append(Note(where, f"--{name} {value}: {old.replacement}"))
             return "" if old is not None and old.action == "ignore" else found[0]
         cls = old_names.owner(kinds, name)
-        row: Any = None if cls is None else old_names.row_of(cls, name, given)
+        row: Any = None if cls is None else old_names.row_of(cls, name, value)
         if row is None or row.action == "keep":
             return found[0]
         target, _, literal = row.replacement.partition("=")
@@ -87,7 +87,7 @@ def _options(text: str, command: str, line: int, notes: list[Note]) -> str:
             notes.append(Note(where, f"--{name}: {row.replacement}"))
             return found[0]
         if literal:
-            return f"{found['space']}--{target} {ast.literal_eval(literal)}" if given else ""
+            return f"{found['space']}--{target} {ast.literal_eval(literal)}" if value else ""
         return f"{found['space']}--{target}{values}"
 
     return FLAG.sub(replace, text)

@@ -236,12 +236,12 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
     if size <= most:
         return series
     stretch = math.ceil(size / (most // 2))
-    kept = {0, size - 1}
+    selected = {0, size - 1}
     for start in range(0, size, stretch):
         places = [at for at in range(start, min(start + stretch, size)) if math.isfinite(series.values[at])]
         places = places or [start]  # Keep a point without a value, so that the gap remains visible.
-        kept |= {min(places, key=series.values.__getitem__), max(places, key=series.values.__getitem__)}
-    order = sorted(kept)
+        selected |= {min(places, key=series.values.__getitem__), max(places, key=series.values.__getitem__)}
+    order = sorted(selected)
     return Series([series.steps[i] for i in order], [series.values[i] for i in order], [series.times[i] for i in order])
 
 

@@ -157,9 +157,9 @@ def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
     from PIL import Image, ImageDraw
 
     drawn = {
-        f"row {shown.row}: image {number}, {one.size[0]}x{one.size[1]}, {one.digest[:4]}": seen_by_model(processor, one)
+        f"row {shown.row}: image {number}, {img.size[0]}x{img.size[1]}, {img.digest[:4]}": seen_by_model(processor, img)
         for shown in summary.shown
-        for number, one in enumerate(shown.pictures, 1)
+        for number, img in enumerate(shown.pictures, 1)
     }
     if not drawn:
         raise DataError("none of the shown rows has an image. Fix: remove --pictures, or show more rows with --rows.")
@@ -184,7 +184,7 @@ def seen_by_model(processor: ProcessorMixin, picture: Any) -> Any:
         pixels = _unpatched(pixels, prepared["image_grid_thw"][0].tolist(), images)[None]
     strip = torch.cat(list(pixels.flatten(0, -4)), -1).float()  # (3, H, sum of W)
     if images.do_normalize:
-        mean, deviation = (torch.tensor(one)[:, None, None] for one in (images.image_mean, images.image_std))
+        mean, deviation = (torch.tensor(values)[:, None, None] for values in (images.image_mean, images.image_std))
         strip = strip * deviation + mean
     strip = strip / (images.rescale_factor if images.do_rescale else 1)
     return Image.fromarray(strip.round().clamp(0, 255).byte().permute(1, 2, 0).numpy())

@@ -413,7 +413,7 @@ def _sample(row: Mapping[str, Any]) -> Sample:
 
 def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
     read = read_line(str(row.get("episode") or "")) or {}
-    whole = isinstance(read.get("branches"), list) and all(isinstance(one, dict) for one in read["branches"])
+    whole = isinstance(read.get("branches"), list) and all(isinstance(branch, dict) for branch in read["branches"])
     return read if whole else {}
 
 

@@ -372,8 +372,8 @@ def read_tests(value: object) -> list[dict[str, str]]:
         return [{"code": value}] if value.strip() else []
     if isinstance(value, Mapping):
         # Drop keys whose value is None. Arrow adds the keys of all rows to each row with the value None.
-        known = {name: part for name, part in value.items() if part is not None}
-        return _programs(known) if known else []
+        fields = {name: part for name, part in value.items() if part is not None}
+        return _programs(fields) if fields else []
     if isinstance(value, Sequence):
         return [test for item in value for test in read_tests(item)]
     raise RewardError(f"tests must be code, a dict with inputs and outputs, or a list of these; got {value!r:.200}.")

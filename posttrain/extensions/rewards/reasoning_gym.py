@@ -157,12 +157,12 @@ def reasoning_gym_task(
 
 
 def _make(gym: Any, task: Any, *, size: int, seed: int, config: dict[str, Any]) -> Any:
-    known = require("reasoning_gym.factory", "reasoning_gym_task").DATASETS
+    tasks = require("reasoning_gym.factory", "reasoning_gym_task").DATASETS
     names = [task] if isinstance(task, str) else list(task)
     for name in names:
-        if name not in known:
+        if name not in tasks:
             raise ConfigError(
-                f"{name!r} is not a task of reasoning-gym{did_you_mean(name, known)}. Fix: choose one of its {len(known)} tasks "
+                f"{name!r} is not a task of reasoning-gym{did_you_mean(name, tasks)}. Fix: choose one of its {len(tasks)} tasks "
                 "in reasoning_gym.factory.DATASETS."
             )
     if not names:

@@ -128,7 +128,7 @@ class TokenSplit:
         for x in tensors:
             rows, heads, share, size = x.shape
             parcels.append(x.reshape(rows, self.size, heads // self.size, share, size).movedim(1, 0).flatten(1))
-        got = _Exchange.apply(torch.cat(parcels, 1), self).split([one.shape[1] for one in parcels], 1)
+        got = _Exchange.apply(torch.cat(parcels, 1), self).split([parcel.shape[1] for parcel in parcels], 1)
         shaped = []
         for x, y in zip(tensors, got, strict=True):
             rows, heads, share, size = x.shape
@@ -203,8 +203,8 @@ class TokenSplit:
         for owner, other in enumerate(self.exchanged(_bare(request))):
             batch = other.batch.to(request.batch.input_ids.device)
             mine = owner == self.rank
-            found = self._run(model, replace(other, batch=batch), compare if mine else None, owner)
-            result = found if mine else result
+            outputs = self._run(model, replace(other, batch=batch), compare if mine else None, owner)
+            result = outputs if mine else result
         return result
 
     def help_with(self, model: nn.Module, owner: int) -> Tensor:
@@ -342,10 +342,10 @@ class _AtOwner(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         split: TokenSplit = ctx.split
-        kept = [grad for grad, learns in zip(grads, ctx.learns, strict=True) if learns]
-        flat = torch.cat([grad.float().flatten() for grad in kept])
+        selected = [grad for grad, learns in zip(grads, ctx.learns, strict=True) if learns]
+        flat = torch.cat([grad.float().flatten() for grad in selected])
         torch.distributed.broadcast(flat, src=split.ranks[ctx.owner], group=split.group)
-        pieces = iter(flat.split([grad.numel() for grad in kept]))
+        pieces = iter(flat.split([grad.numel() for grad in selected]))
         gradients = [
             next(pieces).view_as(grad).to(grad.dtype) if learns else None
             for grad, learns in zip(grads, ctx.learns, strict=True)

@@ -305,7 +305,7 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
             logps = logits.log_softmax(-1)  # (c, V)
             shown = torch.cat([logps.topk(min(top, logps.shape[1])).indices, own[:, None]], 1)  # (c, k + 1)
             # Replace minus infinity with -9999 as vLLM does, because JSON cannot represent infinity.
-            found = logps.gather(1, shown).clamp(min=-9999.0)
-            lines = zip(shown.tolist(), found.tolist(), strict=True)
+            values = logps.gather(1, shown).clamp(min=-9999.0)
+            lines = zip(shown.tolist(), values.tolist(), strict=True)
             entries += [{str(i): {"logprob": logp} for i, logp in zip(*line, strict=True)} for line in lines]
     return {"token_ids": [], "prompt_token_ids": ids, "prompt_logprobs": entries[: len(ids)]}

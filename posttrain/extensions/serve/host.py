@@ -342,8 +342,8 @@ class Host:
 
     async def collective_rpc(self, method: Annotated[Literal["posttrain_facts"], Body(embed=True)]) -> dict[str, Any]:
         """Return the server's properties. The only supported ``method`` is ``posttrain_facts``."""
-        known = {"model": self.config.model, "revision": self.config.revision, "max_model_len": self.context}
-        return {"results": [self.facts | known | {"logprobs_mode": "processed_logprobs"}]}
+        properties = {"model": self.config.model, "revision": self.config.revision, "max_model_len": self.context}
+        return {"results": [self.facts | properties | {"logprobs_mode": "processed_logprobs"}]}
 
     # Endpoints that generate completions.
 
@@ -357,7 +357,7 @@ class Host:
             raise WeightSyncError(NOT_WHOLE, phase="generate")
         if body.prompt_logprobs is not None:
             left = threading.Event()
-            prompts = [one.prompt_ids for one in requests]
+            prompts = [item.prompt_ids for item in requests]
             scores = self.do(self.served.score, prompts, body.prompt_logprobs, left)
             if (choices := await _unless_gone(request, scores)) is None:
                 left.set()

@@ -289,16 +289,16 @@ class VLLMClient:
             with reading(reply, self.base_url):
                 cards = reply.get("data") or [{}]
                 card = next((card for card in cards if card.get("parent") is None), cards[0])
-                known = {"model": card.get("root") or card.get("id"), "max_model_len": card.get("max_model_len")}
-            self.facts = known | {"served": card.get("id")} | self._facts()
+                info = {"model": card.get("root") or card.get("id"), "max_model_len": card.get("max_model_len")}
+            self.facts = info | {"served": card.get("id")} | self._facts()
             if self.reader is not None and self.facts["engine"] == "vllm" and self._generates_from_pictures():
                 self.facts["placeholder"] = self.reader.token_id
-        known = self.facts | {"weight_version": self.weight_version()}
-        if not known["weight_version"]:
-            known.setdefault(
+        info = self.facts | {"weight_version": self.weight_version()}
+        if not info["weight_version"]:
+            info.setdefault(
                 "takes_no_weights", "it does not report the version of its weights, which vLLM does since 0.27"
             )
-        return known
+        return info
 
     def _facts(self) -> dict[str, Any]:
         """Return the server's properties. posttrain's worker extension reports all properties. Without this extension,
@@ -318,13 +318,13 @@ class VLLMClient:
         except RolloutServerError:
             return {"engine": "vllm", "takes_no_weights": "it runs without VLLM_SERVER_DEV_MODE=1"}
         model, backend = config.get("model_config") or {}, (config.get("weight_transfer_config") or {}).get("backend")
-        known = {"engine": "vllm", "transfer": backend, "checkpoint_names": True}
-        known |= {name: model.get(name) for name in ("dtype", "revision", "quantization")}
+        facts = {"engine": "vllm", "transfer": backend, "checkpoint_names": True}
+        facts |= {name: model.get(name) for name in ("dtype", "revision", "quantization")}
         if backend != "nccl":
-            known["takes_no_weights"] = (
+            facts["takes_no_weights"] = (
                 f"it runs without posttrain's worker extension, and its weight transfer is {backend}"
             )
-        return known
+        return facts
 
     def _generates_from_pictures(self) -> bool:
         """Return whether a vLLM server has the endpoint `GENERATE`, which accepts images. vLLM 0.32 has it only with the
@@ -410,8 +410,8 @@ class VLLMClient:
         adapter = self.adapter
         body = {"model": adapter or self.facts.get("served"), "n": drawn, "logprobs": 0, "max_tokens": 16} | body
         body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        tells, vocabulary = self.facts.get("tells_versions", False), self.facts.get("vocab_size")
-        before = "" if tells or adapter else self._whole_version()
+        versioned, vocabulary = self.facts.get("tells_versions", False), self.facts.get("vocab_size")
+        before = "" if versioned or adapter else self._whole_version()
         timeout = self.time_for(len(prompts) * n * body["max_tokens"])
 
         def ask(prompt: Any, seed: int | None, fields: dict[str, Any]) -> list[dict[str, Any]]:
@@ -425,14 +425,14 @@ class VLLMClient:
                 check_expansion(reply["choices"], prompt, self.base_url)
             with reading(reply, self.base_url):
                 choices_of_reply = checked_choices(reply, prompt, drawn, body["max_tokens"], vocabulary, self.base_url)
-                if tells:
+                if versioned:
                     _ = [choice["weight_version"] for choice in choices_of_reply]
             return choices_of_reply * (n // drawn)
 
         with ThreadPoolExecutor(max_workers=max(min(len(prompts), AT_ONCE), 1)) as pool:
             answers = pool.map(ask, prompts, seeds or [None] * len(prompts), own or [{}] * len(prompts))
             choices = [choice for choices_of_reply in answers for choice in choices_of_reply]
-        if tells:
+        if versioned:
             return choices
         # The name of the adapter that the request selects contains the weight version.
         if adapter:

@@ -170,8 +170,8 @@ class ServerEngine(RolloutEngine):
     def findings(self, model: nn.Module, args: PostTrainingConfig) -> list[Finding]:
         """Return a finding for each server property that does not meet the requirements of the run."""
         needs, servers = needs_of(model, args), self.fleet.live
-        found = [finding for server in servers for finding in check_info(server.url, server.info, needs)]
-        return found + [finding for server in servers for finding in probe_logprobs(server.client, needs)]
+        findings = [finding for server in servers for finding in check_info(server.url, server.info, needs)]
+        return findings + [finding for server in servers for finding in probe_logprobs(server.client, needs)]
 
     def version_name(self, version: int) -> str:
         """Return the name of weight version ``version`` on the servers."""
@@ -182,8 +182,8 @@ class ServerEngine(RolloutEngine):
 
     def _placeholder(self) -> int | None:
         """Return the placeholder id that image features replace in a prompt. Return None if servers report different ids."""
-        known = {server.info.get("placeholder") for server in self.fleet.live or self.fleet.all}
-        return known.pop() if len(known) == 1 else None
+        placeholders = {server.info.get("placeholder") for server in self.fleet.live or self.fleet.all}
+        return placeholders.pop() if len(placeholders) == 1 else None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -425,8 +425,8 @@ class ServerEngine(RolloutEngine):
         """Push the base model to servers that may have other base weights. Then push the adapter to all ``servers``."""
         answers: Answers = dict.fromkeys(server.client for server in servers)
         base = f"{self.run}-base"
-        known = (base, "default") if self.trusts_bases else (base,)
-        foreign = [server for server in servers if server.client.base_version() not in known]
+        accepted = (base, "default") if self.trusts_bases else (base,)
+        foreign = [server for server in servers if server.client.base_version() not in accepted]
         if foreign:
             answers |= self._send_whole(adapter.base(self.capabilities.checkpoint_names), foreign, base)
         folder = self.pusher.folder / name
@@ -443,7 +443,7 @@ class ServerEngine(RolloutEngine):
 
     def _forget_adapter(self, newest: str) -> None:
         """Unload old versions of the adapter from all servers. Running requests that use an old version can finish."""
-        self._adapters = [*(one for one in self._adapters if one != newest), newest]
+        self._adapters = [*(adapter for adapter in self._adapters if adapter != newest), newest]
         for name in self._adapters[:-VERSIONS_KEPT]:
             for server in self.fleet.live:
                 server.client.unload_adapter(name)
@@ -608,8 +608,8 @@ class FollowingEngine(ServerEngine):
         with self._news:
             for server in self.fleet.live:
                 server.holds = self.version_name(self.version)
-                tells = server.client.facts.get("tells_versions")
-                server.client.adapter = server.holds if holders.adapter and not tells else ""
+                versioned = server.client.facts.get("tells_versions")
+                server.client.adapter = server.holds if holders.adapter and not versioned else ""
             self._news.notify_all()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -123,7 +123,7 @@ def completions_reply(reply: Mapping[str, Any]) -> dict[str, Any]:
     choices = []
     for choice in reply["choices"]:
         content = choice["logprobs"]["content"]
-        tops = [{f"token_id:{one['token_id']}": one["logprob"] for one in at["top_logprobs"]} for at in content]
+        tops = [{f"token_id:{token['token_id']}": token["logprob"] for token in at["top_logprobs"]} for at in content]
         logprobs = {"token_logprobs": [at["logprob"] for at in content], "top_logprobs": tops}
         choices.append(choice | {"logprobs": logprobs, "prompt_token_ids": reply["prompt_token_ids"]})
     return {"choices": choices}

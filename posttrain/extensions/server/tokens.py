@@ -29,8 +29,8 @@ def _own_tokens(port: int) -> Iterator[Path]:
     pattern = token_pattern(port)
     for path in pattern.parent.glob(pattern.name):
         with contextlib.suppress(OSError):
-            found = path.lstat()
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
                 yield path
 
 

@@ -56,8 +56,8 @@ def is_vllm_available(min_version: str | None = None) -> bool:
     if not is_available("vllm"):
         return False
     installed = installed_version("vllm")
-    known = next(need for need in NEEDS if need.feature == "vllm")
-    works = known.requirement.specifier & f"<={known.tested}"
+    dependency = next(need for need in NEEDS if need.feature == "vllm")
+    works = dependency.requirement.specifier & f"<={dependency.tested}"
     if installed is not None and base_version(installed) not in works:
         logger.warning("vllm %s is installed, but only vllm%s was tested.", installed, works)
     return _at_least("vllm", min_version)

@@ -181,8 +181,8 @@ def _rows(dataset: AnyDataset, name: str, num_prompts: int | None) -> datasets.D
             f"{name} has no 'prompt' column. Its columns are {columns}. Tokenization and packing remove the prompt. Fix: pass "
             "the raw rows, which have a prompt, with dataset=...."
         )
-    kept = dataset.select_columns([column for column in PROMPT_COLUMNS if column in columns])
-    return kept if num_prompts is None else kept.select(range(min(num_prompts, len(kept))))
+    selected = dataset.select_columns([column for column in PROMPT_COLUMNS if column in columns])
+    return selected if num_prompts is None else selected.select(range(min(num_prompts, len(selected))))
 
 
 class LogCompletionsCallback(transformers.TrainerCallback):

@@ -197,7 +197,7 @@ class DataCollatorForVisionUnpairedPreference(VisionCollator):
         batch = self._batch(rows, pictures)
         if self.calculate_kl:
             others = self._batch([[row[0], rows[at - 1][1]] for at, row in enumerate(rows)])
-            batch |= {f"KL_{name}": one for name, one in others.items()}
+            batch |= {f"KL_{name}": tensor for name, tensor in others.items()}
         return batch | {"label": torch.tensor([label_of(example, row) for row, example in enumerate(examples)])}
 
 
@@ -242,7 +242,7 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
         character per byte in such a tokenizer.
         """
         pieces = self.processor.tokenizer.convert_ids_to_tokens
-        sizes = [[0 if one == IGNORED else len(pieces([one])[0]) for one in row] for row in labels.tolist()]
+        sizes = [[0 if token == IGNORED else len(pieces([token])[0]) for token in row] for row in labels.tolist()]
         ends = torch.tensor(sizes).cumsum(1)  # (B, T)
         offsets = torch.stack([ends - torch.tensor(sizes), ends], -1)
         return offsets.masked_fill((labels == IGNORED)[..., None], 0)
@@ -253,9 +253,9 @@ def _message_text(value: object) -> str:
     if isinstance(value, str):
         return value
     contents = [message.get("content") or "" for message in value]
-    blocks = [[one] if isinstance(one, str) else one for one in contents]
-    texts = [[one if isinstance(one, str) else one.get("text") or "" for one in content] for content in blocks]
-    return "\n".join(filter(None, ("\n".join(filter(None, one)) for one in texts)))
+    blocks = [[content] if isinstance(content, str) else content for content in contents]
+    texts = [[block if isinstance(block, str) else block.get("text") or "" for block in content] for content in blocks]
+    return "\n".join(filter(None, ("\n".join(filter(None, lines)) for lines in texts)))
 
 
 # Roles of messages whose text is converted to a text block, without adding image placeholders.

@@ -67,8 +67,8 @@ def decode_and_strip_padding(
         )
     real = attention_mask.bool() if attention_mask is not None else inputs != tokenizer.pad_token_id  # (B, T)
     texts = []
-    for ids, kept in zip(inputs, real, strict=True):
-        at = kept.nonzero().flatten()  # (number of real tokens,)
+    for ids, mask in zip(inputs, real, strict=True):
+        at = mask.nonzero().flatten()  # (number of real tokens,)
         row = ids[:0] if at.numel() == 0 else ids[at[0] : at[-1] + 1]
         texts.append(tokenizer.decode(row, skip_special_tokens=False, clean_up_tokenization_spaces=False))
     return texts

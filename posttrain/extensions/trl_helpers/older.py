@@ -103,9 +103,9 @@ class DataCollatorForCompletionOnlyLM:
         **unread: Any,
     ) -> None:
         if mlm or unread:
-            given = {"mlm": mlm} | unread
+            args = {"mlm": mlm} | unread
             raise ConfigError(
-                f"DataCollatorForCompletionOnlyLM only supports next-token prediction with one row per sequence, but got {given}."
+                f"DataCollatorForCompletionOnlyLM only supports next-token prediction with one row per sequence, but got {args}."
             )
         self.tokenizer, self.ignore_index = tokenizer, ignore_index
         self.response = self._ids(response_template)
@@ -135,8 +135,8 @@ class DataCollatorForCompletionOnlyLM:
     def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """Pad the ``input_ids`` of rows, and add labels and an attention mask."""
         rows = [torch.tensor(list(example["input_ids"])) for example in examples]
-        kept = [torch.tensor(self.trained(ids.tolist())) for ids in rows]
-        labels = [torch.where(keep, ids, self.ignore_index) for ids, keep in zip(rows, kept, strict=True)]
+        masks = [torch.tensor(self.trained(ids.tolist())) for ids in rows]
+        labels = [torch.where(keep, ids, self.ignore_index) for ids, keep in zip(rows, masks, strict=True)]
         return pad_ids(rows, int(self.tokenizer.pad_token_id or 0), None) | {"labels": pad(labels, self.ignore_index)}
 
 

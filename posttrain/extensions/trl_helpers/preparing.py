@@ -115,8 +115,8 @@ def peft_module_casting_to_bf16(model: nn.Module) -> None:
     """
     norms = [name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
     for name, parameter in model.named_parameters():
-        kept = name.rpartition(".")[0] in norms or "lora_magnitude_vector" in name
-        if parameter.dtype == torch.float32 and not kept:
+        skip = name.rpartition(".")[0] in norms or "lora_magnitude_vector" in name
+        if parameter.dtype == torch.float32 and not skip:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 

@@ -150,11 +150,11 @@ def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_
     kind = described["type"]
     if kind == to:
         return dataset
-    known = CONVERSIONS.get(kind, ())
-    if to not in known:
+    possible = CONVERSIONS.get(kind, ())
+    if to not in possible:
         raise DataError(
             f"a {kind} dataset (columns {described['columns']}) cannot be converted to {to}. Possible types are "
-            f"{sorted(known) or 'none'}."
+            f"{sorted(possible) or 'none'}."
         )
     extra: dict[str, Any] = {} if isinstance(dataset, datasets.IterableDataset) else {"num_proc": num_proc}
     if kind in ("unpaired-preference", "stepwise-supervision") and to not in ("prompt-only", "unpaired-preference"):

@@ -116,12 +116,12 @@ def flush_left(mask: Tensor, *tensors: Tensor, fill_value: float | Sequence[floa
     """
     if mask.dim() != 2:
         raise DataError(f"flush_left: the mask has shape {tuple(mask.shape)}; it must be (N, M).")
-    kept = mask.bool()
-    if not torch.equal(kept.to(mask.dtype), mask):
+    valid = mask.bool()
+    if not torch.equal(valid.to(mask.dtype), mask):
         raise DataError("flush_left: the mask has values other than 0 and 1.")
-    width = int(kept.sum(1).max()) if kept.numel() else 0
-    order = (~kept).int().argsort(dim=1, stable=True)[:, :width]
-    moved = kept.gather(1, order)
+    width = int(valid.sum(1).max()) if valid.numel() else 0
+    order = (~valid).int().argsort(dim=1, stable=True)[:, :width]
+    moved = valid.gather(1, order)
     if not tensors:
         return moved.to(mask.dtype)
     fills = list(fill_value) if isinstance(fill_value, Sequence) else [fill_value] * len(tensors)
@@ -178,8 +178,8 @@ def truncate_right(
     if stops.numel() == 0:
         raise DataError("truncate_right: stop_token_id is an empty list, so nothing would be truncated. Pass an id.")
     ends = first_true_indices(torch.isin(input_ids, stops)).unsqueeze(-1)
-    kept = torch.arange(input_ids.shape[-1], device=input_ids.device) <= ends
-    return input_ids.masked_fill(~kept, pad_token_id), kept.to(input_ids.dtype)
+    mask = torch.arange(input_ids.shape[-1], device=input_ids.device) <= ends
+    return input_ids.masked_fill(~mask, pad_token_id), mask.to(input_ids.dtype)
 
 
 def nanstd(tensor: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -199,9 +199,9 @@ def nanstd(tensor: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool
     x = tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
     dims = tuple(range(x.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    known = ~wide.isnan()
-    n = known.sum(dims, keepdim=keepdim)
-    squares = (wide - wide.nanmean(dims, keepdim=True)).square().masked_fill(~known, 0.0)
+    valid = ~wide.isnan()
+    n = valid.sum(dims, keepdim=keepdim)
+    squares = (wide - wide.nanmean(dims, keepdim=True)).square().masked_fill(~valid, 0.0)
     variance = squares.sum(dims, keepdim=keepdim) / (n - 1).clamp_min(1)
     return variance.sqrt().masked_fill(n < 2, math.nan).to(x.dtype)
 
@@ -328,17 +328,17 @@ def _in_chunks(
         logits.reshape(n, vocabulary),
         index.reshape(n, -1 if index.numel() else index.shape[len(rows) :].numel()),
     )
-    kept = None if row_mask is None else row_mask.reshape(-1).bool().nonzero().squeeze(1)
-    if kept is not None:
-        flat, index = flat[kept], index[kept]
+    selected = None if row_mask is None else row_mask.reshape(-1).bool().nonzero().squeeze(1)
+    if selected is not None:
+        flat, index = flat[selected], index[selected]
     size = chunk or max(1, CHUNK_BYTES.get(logits.device.type, ACCELERATOR_CHUNK_BYTES) // (4 * max(1, vocabulary)))
     parts = zip(flat.split(size), index.split(size), strict=True)
     chunks = [checkpoint(_chunk_of, part, chosen, temperature, use_reentrant=False) for part, chosen in parts]
-    logp, entropy = (torch.cat(one) for one in zip(*chunks, strict=True))
-    if kept is None:
+    logp, entropy = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
+    if selected is None:
         return logp, entropy
-    return logp.new_zeros(n, index.shape[1]).index_copy(0, kept, logp), entropy.new_zeros(n).index_copy(
-        0, kept, entropy
+    return logp.new_zeros(n, index.shape[1]).index_copy(0, selected, logp), entropy.new_zeros(n).index_copy(
+        0, selected, entropy
     )
 
 

@@ -459,8 +459,8 @@ class VLLMEngine(RolloutEngine):
         outputs = self.llm.generate(prompts, settings, use_tqdm=False, lora_request=self._adapter)
         lines = []
         for ids, begin, output in zip(sequences, prompt_lengths, outputs, strict=True):
-            known = output.prompt_logprobs
-            lines.append([float(known[t][ids[t]].logprob) for t in range(begin, len(known))])
+            logprobs = output.prompt_logprobs
+            lines.append([float(logprobs[t][ids[t]].logprob) for t in range(begin, len(logprobs))])
         return {"vllm": lines}
 
     def sleep(self) -> None:
@@ -536,13 +536,13 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
     >>> vllm_command(["--model", "m", "--max-model-len", "512"], cpu=False)[:4]
     ['--model', 'm', '--max-model-len', '512']
     """
-    known = argparse.ArgumentParser(prog="posttrain vllm-serve", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="posttrain vllm-serve", add_help=False, allow_abbrev=False)
     for name in ("model", "host", "port", "config", *CHECKED, "weight-transfer-config"):
-        known.add_argument(f"--{name}", f"--{name.replace('-', '_')}" if "-" in name else f"--{name}")
-    known.add_argument("--lora-target-modules", "--lora_target_modules", nargs="+")
-    known.add_argument("--enable-chunked-prefill", "--enable_chunked_prefill", action="store_true")
-    parsed, rest = known.parse_known_args(list(argv))
-    _refuse_abbreviations(rest, known)
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}" if "-" in name else f"--{name}")
+    parser.add_argument("--lora-target-modules", "--lora_target_modules", nargs="+")
+    parser.add_argument("--enable-chunked-prefill", "--enable_chunked_prefill", action="store_true")
+    parsed, rest = parser.parse_known_args(list(argv))
+    _refuse_abbreviations(rest, parser)
     if parsed.config:
         raise ConfigError(
             f"--config {parsed.config}: a file is not supported, because its options are not checked and the "
@@ -573,11 +573,11 @@ def _refuse_abbreviations(words: Sequence[str], known: argparse.ArgumentParser) 
         ConfigError: An option is abbreviated.
     """
     for word in words:
-        given = word.partition("=")[0]
-        whole = [name for name in known._option_string_actions if name.startswith(given)]
-        if given.startswith("--") and len(given) > 2 and whole:
+        option = word.partition("=")[0]
+        whole = [name for name in known._option_string_actions if name.startswith(option)]
+        if option.startswith("--") and len(option) > 2 and whole:
             raise ConfigError(
-                f"{given} is an abbreviation of {whole[0]}, and abbreviated options are not checked. Fix: use "
+                f"{option} is an abbreviation of {whole[0]}, and abbreviated options are not checked. Fix: use "
                 f"{whole[0]}."
             )
 
@@ -589,9 +589,9 @@ def _set_token(words: Sequence[str]) -> None:
     If another process listens on the port, no token is created. This server cannot start then, and the other server's token
     must not be replaced.
     """
-    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    known.add_argument("--port", type=int, default=8000)
-    port = known.parse_known_args(list(words))[0].port
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", type=int, default=8000)
+    port = parser.parse_known_args(list(words))[0].port
     if not os.environ.get(API_KEY_VARIABLE) and port_is_free(port):
         path = write_token(port)
         os.environ[API_KEY_VARIABLE] = path.read_text()
