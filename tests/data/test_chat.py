@@ -42,7 +42,7 @@ def test_each_set_of_columns_renders_under_its_names(tiny_tokenizer):
     with raises(KeyError):
         apply_chat_template({"completion": [A]}, tiny_tokenizer)
     assert maybe_apply_chat_template({"messages": [U, A]}, tokenizer=tiny_tokenizer) == {"text": whole}
-    with pytest.raises(TypeError, match="but not both"):
+    with pytest.raises(TypeError, match="but not as both"):
         apply_chat_template({"messages": [U, A]})
     plain = {"prompt": "2+2?", "x": 1}
     assert maybe_apply_chat_template(plain, tokenizer=tiny_tokenizer) is plain

@@ -173,7 +173,7 @@ def test_a_loaded_model_is_neither_quantised_nor_loaded_again(tiny_tokenizer, tm
     with raises(ConfigError, "quantization_config"):
         make("dpo", tiny_tokenizer, tmp_path, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     make("dpo", tiny_tokenizer, tmp_path, settings={"model_init_kwargs": {"dtype": "float32"}})
-    assert "model_init_kwargs is ignored because the model was passed as an object" in caplog.text
+    assert "model_init_kwargs is ignored, because the model was passed as an object" in caplog.text
 
 
 def test_a_second_adapter_or_one_that_the_reference_would_follow_is_refused(tiny_tokenizer, tmp_path):

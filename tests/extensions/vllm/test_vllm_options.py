@@ -66,7 +66,7 @@ def test_on_a_cpu_prompts_are_read_whole_because_seeds_want_it():
         (["--generation_config", "auto"], "--generation-config auto"),
         (["--worker-extension-cls", "a.B"], "--worker-extension-cls a.B"),
         (["--weight-transfer-config", '{"backend": "ipc"}'], "'ipc'"),
-        (["--weight-transfer-config", "nccl"], "not JSON"),
+        (["--weight-transfer-config", "nccl"], "must be JSON"),
         (["--enable-chunked-prefill"], "chunked"),
         (["--host", "0.0.0.0"], API_KEY_VARIABLE),
     ],
