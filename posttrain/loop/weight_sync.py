@@ -14,6 +14,7 @@ from posttrain import plugins
 from posttrain.checks.registry import codes_of
 from posttrain.checks.server import Parity, Probe, check_negative_control, mean_gap, probe_sequences
 from posttrain.data.chat import inner_tokenizer
+from posttrain.data.formats import warn_once
 from posttrain.errors import ConfigError, RolloutServerError, ServerBusy, ServerUnreachable, WeightSyncError
 from posttrain.loop.run import Run
 from posttrain.methods.online_config import resolve_auto
@@ -24,7 +25,7 @@ from posttrain.models.forward import plain_logps
 from posttrain.models.heads import adapters_of
 from posttrain.models.probe import rounded_otherwise
 from posttrain.models.quantised import unrounded_inputs
-from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
+from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle, adapter_states, fingerprint
 from posttrain.rollouts.base import Capabilities, RolloutEngine, require_engine
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.sampling import derived_seed
@@ -143,12 +144,12 @@ class WeightSync:
         if self.needs_weight_sync:
             check_mergeable(run.model)
         self.retries: int = run.args.vllm_sync_retries
-        self._pushed_at: tuple[int, int] | None = None
+        self._pushed_at: tuple[int, tuple] | None = None
+        self._base_at: tuple | None = None  # Base weights at the last push of an adapter.
         self._pushes = 0
         self.parity = Parity(run.args.weight_parity_every)
-        # LoRA rank of pushed adapters. 0: adapters are merged before a push, so no adapter is pushed. None: the rank is not
-        # decided yet.
-        self._adapter_rank: int | None = None
+        # Maximum adapter rank of the engine and the layers whose adapters it supports. None: not known yet.
+        self._supported: tuple[int | None, tuple[str, ...]] | None = None
 
     @property
     def needs_weight_sync(self) -> bool:
@@ -240,7 +241,7 @@ class WeightSync:
 
     def push_if_due(self) -> None:
         """Push the weights if they changed since the last push, or if a server does not have the last version."""
-        here = (self.run.progress.state.global_step, self._moved())
+        here = (self.run.progress.state.global_step, self._state())
         due = here != self._pushed_at or self.engine.needs_weights()
         if parallel.all_reduce_sum([float(due)], self.accelerator)[0] == 0:
             return
@@ -273,17 +274,21 @@ class WeightSync:
         due = self.args.preflight != "off" and (again or self.parity.due())
         return parallel.all_reduce_sum([float(due)], self.accelerator)[0] > 0
 
-    def _moved(self) -> int:
-        """Return a counter that increases when weights change. For sharded weights, return 0, because each gather would
-        increase the counter.
+    def _state(self, *, adapters: bool = True) -> tuple:
+        """Return the `fingerprint` of the model. For sharded weights, return only the state of adapters, because each gather
+        would change the fingerprint.
         """
-        if parallel.shards_parameters(self.accelerator):
-            return 0
-        return sum(parameter._version for parameter in self.run.model.parameters())
+        sharded = parallel.shards_parameters(self.accelerator)
+        return adapter_states(self.run.model) if sharded else fingerprint(self.run.model, adapters=adapters)
 
     def _push(self) -> None:
         engine, begin = self.engine, time.perf_counter()
         weights = self.outgoing(engine.capabilities)
+        if isinstance(weights, AdapterWeights):
+            base, before = self._state(adapters=False), self._base_at
+            self._base_at = base
+            if before not in (None, base):
+                engine.mark_stale()  # The engine gets the base weights again, before the adapter.
 
         def send() -> None:
             if engine.capabilities.main_process_only and not self.accelerator.is_main_process:
@@ -301,7 +306,7 @@ class WeightSync:
 
     def outgoing(self, can: Capabilities) -> Weights | AdapterWeights:
         """Return the weights to push: only the adapter if both model and engine support this, otherwise all weights. The
-        choice is made at the first push.
+        choice is made at each push, because an adapter can be disabled or changed between pushes.
 
         Args:
             can: Capabilities of the engine. All processes use the main process's value.
@@ -311,20 +316,22 @@ class WeightSync:
                 does not support the adapter's rank.
         """
         model, choice = self.run.progress.wrapped, self.args.adapter_sync
-        if self._adapter_rank is None:
-            rank, layers = parallel.all_gather_objects([(can.adapter_rank, can.adapter_layers)], self.accelerator)[0]
-            missing = None if rank else "the engine does not support adapters (vLLM: --enable-lora, on this machine)"
-            why = adapter_obstacle(model, layers) or missing
-            if choice == "adapter" and why:
-                raise ConfigError(
-                    f"adapter_sync='adapter': the adapter cannot be sent alone to {self.engine.name}: {why}. Fix: use "
-                    "adapter_sync='auto', which then sends merged weights."
-                )
-            if choice == "auto" and why and adapters_of(model):
-                logger.warning("The adapter is merged and all weights are pushed: %s.", why)
-            self._adapter_rank = 0 if choice == "merged" or why else rank
-        if self._adapter_rank:
-            return AdapterWeights(model, dtype=can.dtype, most=self._adapter_rank)
+        if self._supported is None:
+            (self._supported, *_) = parallel.all_gather_objects(
+                [(can.adapter_rank, can.adapter_layers)], self.accelerator
+            )
+        rank, layers = self._supported
+        missing = None if rank else "the engine does not support adapters (vLLM: --enable-lora, on this machine)"
+        why = adapter_obstacle(model, layers) or missing
+        if choice == "adapter" and why:
+            raise ConfigError(
+                f"adapter_sync='adapter': the adapter cannot be sent alone to {self.engine.name}: {why}. Fix: use "
+                "adapter_sync='auto', which then sends merged weights."
+            )
+        if choice == "auto" and why and adapters_of(model):
+            warn_once(logger, "The adapter is merged and all weights are pushed: %s.", why)
+        if choice != "merged" and not why:
+            return AdapterWeights(model, dtype=can.dtype, most=rank)
         return Weights(model, dtype=can.dtype, checkpoint_names=can.checkpoint_names)
 
     def _check_parity(self) -> None:

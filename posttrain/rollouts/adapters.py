@@ -21,12 +21,46 @@ from posttrain.rollouts.shared_memory import write_tensors
 from posttrain.rollouts.shared_weights import Weights, checkpoint_weights, clean_name, plain_lora, renamed
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# Number of elements of each parameter that are compared to detect changes of weights. Autograd's version counter misses some
+# of these changes.
+SAMPLES = 64
 # Fields of peft's ``LoraConfig`` with their neutral values. With these values, an adapter is a product ``scale B A`` with
 # one rank and one scale.
 MORE = {
     "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False, "rank_pattern": {}, "alpha_pattern": {},
     "modules_to_save": None, "trainable_token_indices": None, "target_parameters": None, "layer_replication": None,
 }  # fmt: skip
+
+
+def fingerprint(model: nn.Module, *, adapters: bool = True) -> tuple:
+    """Return a value that changes when weights or active adapters change.
+
+    Autograd counts writes to a tensor, but not writes through ``.data`` or by other kernels. Therefore, some elements of
+    each parameter are part of the value.
+
+    Args:
+        model: Model with or without adapters.
+        adapters: Whether LoRA matrices, active adapters and their scales are part of the value.
+    """
+    written, samples = [], []
+    for name, parameter in model.named_parameters():
+        if adapters or ".lora_" not in name:
+            written.append((parameter.data_ptr(), parameter._version))
+            numbers = parameter.detach().flatten()
+            samples.append(numbers[:: max(1, numbers.numel() // SAMPLES)].double().sum())
+    states = adapter_states(model) if adapters else ()
+    return (tuple(written), tuple(torch.stack(samples).tolist()) if samples else (), states)
+
+
+def adapter_states(model: nn.Module) -> tuple:
+    """Return, for each layer with adapters, which adapters are active and merged, and their scales."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = (m for m in model.modules() if isinstance(m, BaseTunerLayer))
+    return tuple(
+        (str(m.active_adapters), m.disable_adapters, str(m.merged_adapters), str(vars(m).get("scaling")))
+        for m in layers
+    )
 
 
 def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None:
@@ -57,10 +91,11 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
         return f"init_lora_weights={config.init_lora_weights!r} changed the base model"
     if flattens_parameters(model):
         return "its parameters are flattened"
-    return _odd_layer(bare, layers)
+    scale = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+    return _odd_layer(bare, layers, active[0], scale)
 
 
-def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
+def _odd_layer(bare: Any, layers: Sequence[str], adapter: str, scale: float) -> str | None:
     """Return the reason why the adapter of a layer cannot be sent, or None. Possible reasons are an unsupported type of
     adapter, or a trained weight of the base model.
     """
@@ -73,6 +108,8 @@ def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
             continue
         if layer is head or not plain_lora(layer) or not isinstance(layer.get_base_layer(), nn.Linear):
             return f"{name} is not a linear layer with a plain adapter"
+        if layer.disable_adapters or layer.merged or layer.scaling.get(adapter, scale) != scale:
+            return f"the adapter of {name} is disabled, merged or has another scale than its config"
         weight = f"{clean_name(name)}.weight"
         if converted and list(checkpoint_weights(base, {weight: layer.get_base_layer().weight})) != [weight]:
             return f"{name} has a different name in the model's checkpoint"

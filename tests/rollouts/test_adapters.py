@@ -136,7 +136,7 @@ def test_the_base_is_pushed_once_where_the_servers_own_is_another(engine, server
         engine.load_weights(AdapterWeights(model, most=4), version)
         assert gap(model, engine.generate(REQUESTS, Sampling(8, seed=version))) < 1e-5
     assert server.get("/weight_info").json() == {
-        "weight_version": engine.version_name(3), "base_version": f"{engine.run}-base"
+        "weight_version": engine.version_name(3), "base_version": f"{engine.run}-base1"
     }  # fmt: skip
 
 
@@ -235,4 +235,44 @@ def test_a_server_without_lora_is_named_where_the_adapter_must_go_alone(
     trainer = trained(tmp_path, tiny_tokenizer, big_server.url, adapter_sync="adapter")
     with raises(ConfigError, "adapter_sync='adapter'", "--enable-lora"):
         trainer.train()
+    trainer.engine.close()
+
+
+CHANGES = {
+    "another adapter": lambda model: model.set_adapter("b"),
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "scale": lambda model: [m.set_scale("default", 3.0) for m in lora_layers(model)],
+    "data of the adapter": lambda model: [m.lora_B["default"].weight.data.mul_(-2.0) for m in lora_layers(model)],
+    "base": lambda model: model.get_input_embeddings().weight.data.mul_(-1.0),
+    "merged into the base": lambda model: [relora(m) for m in lora_layers(model)],
+}
+
+
+def lora_layers(model):
+    return [m for m in model.modules() if isinstance(m, peft.tuners.lora.Linear)]
+
+
+def relora(layer):
+    layer.base_layer.weight.data += layer.get_delta_weight("default")
+    layer.lora_A["default"].weight.data.normal_(0.0, 0.5)
+
+
+@pytest.mark.parametrize("choice", ["auto", "merged"])
+def test_a_model_that_changed_between_steps_is_what_the_server_samples_from(
+    tmp_path, tiny_tokenizer, big_server, choice
+):
+    trainer = trained(tmp_path, tiny_tokenizer, big_server.url, adapter_sync=choice, max_steps=1)
+    trainer.train()
+    model, sync = trainer.model, trainer.weight_sync
+    trainer.model.add_adapter("b", peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    for module in lora_layers(model):
+        module.lora_B["b"].weight.data.normal_(0.0, 0.5)
+    for name, change in CHANGES.items():
+        change(model)
+        (rollouts,) = sync.ask([(REQUESTS, Sampling(8, temperature=1.0, seed=0))])
+        with torch.no_grad():
+            assert gap(model.eval(), rollouts) < 1e-4, name
+        model.base_model.enable_adapter_layers()
+        model.set_adapter("default")
+        [m.set_scale("default", 1.0) for m in lora_layers(model)]
     trainer.engine.close()

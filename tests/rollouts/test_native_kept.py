@@ -8,9 +8,10 @@ import torch
 from posttrain.data.chat import with_template
 from posttrain.data.templates import FAMILIES as TEMPLATES
 from posttrain.data.templates import training_template
+from posttrain.rollouts.adapters import fingerprint
 from posttrain.rollouts.episodes.loop import roll_out_with_tools
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.native.prefix_cache import PrefixCache, fingerprint, match
+from posttrain.rollouts.native.prefix_cache import PrefixCache, match
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.models.test_forward import FAMILIES, family

@@ -142,6 +142,7 @@ class ServerEngine(RolloutEngine):
         # Whether to assume that the weights that servers loaded at their start equal the trainer's base model. False after
         # a comparison of log-probs has failed.
         self.trusts_bases = True
+        self.bases = 0  # Number of times that the base weights became outdated.
         self._adapters: list[str] = []
         self.pusher = Pusher(bucket_mb * 2**20)
         self.fleet = ServerPool(urls, connect, timeout=connection_timeout, pushes=pushes)
@@ -232,8 +233,8 @@ class ServerEngine(RolloutEngine):
         return logps
 
     def mark_stale(self) -> None:
-        """Mark the weights of all servers as outdated, so that the next push replaces them."""
-        self.trusts_bases = False
+        """Mark the weights of all servers as outdated, so that the next push replaces them, and base weights too."""
+        self.trusts_bases, self.bases = False, self.bases + 1
         for server in self.fleet.all:
             server.holds = ""
 
@@ -424,7 +425,7 @@ class ServerEngine(RolloutEngine):
     def _send_adapter(self, adapter: AdapterWeights, servers: Sequence[Server], name: str) -> Answers:
         """Push the base model to servers that may have other base weights. Then push the adapter to all ``servers``."""
         answers: Answers = dict.fromkeys(server.client for server in servers)
-        base = f"{self.run}-base"
+        base = f"{self.run}-base{self.bases or ''}"
         accepted = (base, "default") if self.trusts_bases else (base,)
         foreign = [server for server in servers if server.client.base_version() not in accepted]
         if foreign:

@@ -400,7 +400,7 @@ class VLLMEngine(RolloutEngine):
                 self.load_weights(named_tensors.base(True), version)
             self._take_adapter(named_tensors, version)
             return
-        self._adapter = None
+        self._adapter, self._base_known = None, False
         missing = self.replace_weights(named_tensors, version)
         if missing:
             self.sleeper.valid = False

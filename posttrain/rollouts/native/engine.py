@@ -22,6 +22,7 @@ from posttrain.models.heads import LogitRule, causal_lm, evaluating, picture_enc
 from posttrain.models.logprob import HAS_ONEDNN
 from posttrain.models.probe import probe_cases, probe_key, random_prompts, steady_disagreement
 from posttrain.models.recurrent import table as recurrent
+from posttrain.rollouts.adapters import fingerprint
 from posttrain.rollouts.base import Capabilities, RolloutEngine, refuse_virtual_tokens
 from posttrain.rollouts.native.attention import plugged_in
 from posttrain.rollouts.native.layers import (
@@ -33,7 +34,7 @@ from posttrain.rollouts.native.layers import (
     quick_products,
     worth_packing,
 )
-from posttrain.rollouts.native.prefix_cache import PrefixCache, fingerprint
+from posttrain.rollouts.native.prefix_cache import PrefixCache
 from posttrain.rollouts.native.requests import check_requests, check_rope
 from posttrain.rollouts.native.sampler import SickRequests
 from posttrain.rollouts.native.scheduler import Run

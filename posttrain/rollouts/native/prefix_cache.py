@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor, nn
+from torch import Tensor
 
 from posttrain import plugins
 from posttrain.models.heads import PassInputs
@@ -24,9 +23,6 @@ Layers = dict[int, tuple[Tensor, Tensor]]
 # Type of a cached prefix. It consists of the number of tokens, the keys and values of these tokens, and the recurrent states
 # after the last token.
 Known = tuple[int, list[Layers], list[Tensor]]
-# Number of elements of each parameter that are compared to detect changes of weights. Autograd's version counter misses some
-# of these changes.
-SAMPLES = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -207,25 +203,6 @@ def _joined(pieces: Sequence[Layers], skip: int) -> Layers:
     if len(rest) == 1:
         return _copied(rest[0])
     return {layer: tuple(torch.cat([piece[layer][i] for piece in rest], 2) for i in (0, 1)) for layer in rest[0]}  # type: ignore[misc]
-
-
-def fingerprint(model: nn.Module) -> tuple:
-    """Return a value that changes when weights or active adapters change.
-
-    Autograd counts writes to a tensor, but not writes through ``.data`` or by other kernels. Therefore, some elements of
-    each parameter are part of the value.
-    """
-    written, samples = [], []
-    for parameter in model.parameters():
-        written.append((parameter.data_ptr(), parameter._version))
-        numbers = parameter.detach().flatten()
-        samples.append(numbers[:: max(1, numbers.numel() // SAMPLES)].double().sum())
-    adapters = [
-        (str(m.active_adapters), m.disable_adapters, str(m.merged_adapters))
-        for m in model.modules()
-        if isinstance(m, BaseTunerLayer)
-    ]
-    return (tuple(written), tuple(torch.stack(samples).tolist()) if samples else (), tuple(adapters))
 
 
 # Minimum length of a common prefix, in tokens, for a separate prefill pass. A pass reads all weights. Reading takes about as
