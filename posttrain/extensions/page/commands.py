@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def inspect(argv: list[str]) -> int:
-    """Show the rows on which a training command would train, with text, masks, lengths and findings."""
+    """Show the rows of a training command with text, masks, lengths and findings."""
     from posttrain.extensions.page.inspect_command import run
 
     return run(argv)
 
 
 def report(argv: list[str]) -> int:
-    """Write one HTML file about recorded runs. It contains curves, findings, completions and a comparison.
+    """Write one HTML file about recorded runs: curves, findings, completions and a comparison.
 
     Returns:
         0.

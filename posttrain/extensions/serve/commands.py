@@ -6,7 +6,7 @@ import logging
 
 
 def serve(argv: list[str]) -> int:
-    """Start a rollout server that receives weights from a trainer. The server does not need vLLM.
+    """Start a rollout server that receives weights from a trainer, without vLLM.
 
     Returns:
         0 after a normal shutdown.
