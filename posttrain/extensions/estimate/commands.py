@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def estimate(argv: list[str]) -> int:
-    """Estimate the memory of a run and the largest batch. Return 78 if memory is not sufficient."""
+    """Estimate the memory of a run and the largest batch. Return 78 if it does not fit."""
     from posttrain.extensions.estimate.estimate import run
 
     return run(argv)
