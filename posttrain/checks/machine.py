@@ -292,7 +292,7 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
         args: A trainer's config.
         parts: Arguments of the trainer other than its config, by name.
     """
-    from posttrain.models.quantised import bits_asked
+    from posttrain.models.quantised import quantized_bits
 
     init = args.model_init_kwargs or {}
     # With a server, the run uses vLLM over HTTP. vLLM does not have to be installed here.
@@ -302,7 +302,7 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
     return {
         "core": True,
         "liger": args.use_liger_kernel,
-        "bitsandbytes": (small and not torchs) or bits_asked(init.get("quantization_config")) is not None,
+        "bitsandbytes": (small and not torchs) or quantized_bits(init.get("quantization_config")) is not None,
         "torchao": torchs,
         "deepspeed": bool(args.deepspeed),
         "vllm": vllm,

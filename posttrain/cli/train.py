@@ -541,7 +541,7 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            _end(process, tell=bool(received) or not sys.stdin.isatty())
+            _end(process, interrupt=bool(received) or not sys.stdin.isatty())
             return INTERRUPTED
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -600,11 +600,11 @@ def launched(launch: list[str], *, config: PostTrainingConfig | None = None) -> 
     return processes, (parsed.zero_stage or 2) if parsed.use_deepspeed else fsdp
 
 
-def _end(process: subprocess.Popen, *, tell: bool) -> None:
-    """Wait until the launched processes have finished their step and saved a checkpoint. With ``tell``, interrupt them first.
-    Without ``tell``, the terminal has already interrupted them.
+def _end(process: subprocess.Popen, *, interrupt: bool) -> None:
+    """Wait until the launched processes have finished their step and saved a checkpoint. With ``interrupt``, interrupt them
+    first. Otherwise, the terminal has already interrupted them.
     """
-    if tell:
+    if interrupt:
         process.send_signal(signal.SIGINT)
     try:
         process.wait(SAVE_SECONDS)

@@ -260,7 +260,7 @@ def label_tokens(counts: Denominators, divides: bool) -> Tensor | None:
     return torch.tensor(round(tokens) if tokens == round(tokens) else tokens) if divides else None
 
 
-def _as_said(inputs: Any, counts: Denominators) -> Denominators:
+def with_given_count(inputs: Any, counts: Denominators) -> Denominators:
     """Return the counts by which the loss of a step is divided. In online methods, a subclass can change the number of tokens
     through the dict.
     """
@@ -417,7 +417,11 @@ class BehindUser(Trainer):
         """Compute the loss like TRL's ``compute_loss``. The loss is the mean over a micro-batch, or the sum divided by the
         count that the subclass passes.
         """
-        batch, counts, padded = to_batch(inputs), _as_said(inputs, self.denominators), isinstance(inputs, PaddedInputs)
+        batch, counts, padded = (
+            to_batch(inputs),
+            with_given_count(inputs, self.denominators),
+            isinstance(inputs, PaddedInputs),
+        )
         if not self.model.training and padded and batch.loss_mask is not inputs.batch.loss_mask:
             # Treat an evaluation batch as one step. Count only the labels that the subclass has kept.
             if num_items_in_batch is not None and float(num_items_in_batch) == counts.tokens:

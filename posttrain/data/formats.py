@@ -128,13 +128,13 @@ def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
-_told: set[tuple[Any, ...]] = set()
+_logged: set[tuple[Any, ...]] = set()
 
 
 def warn_once(log: logging.Logger, message: str, *values: Any) -> None:
     """Log a warning once per process for each combination of message and values."""
-    if (message, *values) not in _told:
-        _told.add((message, *values))
+    if (message, *values) not in _logged:
+        _logged.add((message, *values))
         log.warning(message, *values)
 
 

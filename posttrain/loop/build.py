@@ -306,7 +306,7 @@ def build(
     if (extension := sequence_parallel(args)) is not None:
         about = {"supported": method.traits.splits_tokens, "name": spec.name}
         chosen = extension.begin_split(args, accelerator, model, chosen, **about)
-    planned.checks.knows(model=model)
+    planned.checks.set_context(model=model)
     progress = Progress() if progress is None else progress
     progress.model = progress.wrapped = model
     progress.own, progress.watchers = method.start(), watchers(planned.checks, accelerator)
@@ -622,7 +622,7 @@ def make_checks(spec: Spec, vision: Media, tokenizer: Tokenizer) -> Checks:
     )
     processor = vision.processor if vision.images else None
     parts = {"run": spec, "method": spec.method, "vision": vision, "rewards": spec.rewards, "processor": processor}
-    checks.knows(tokenizer=tokenizer, parts=parts)
+    checks.set_context(tokenizer=tokenizer, parts=parts)
     return checks
 
 

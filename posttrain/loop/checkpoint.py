@@ -516,7 +516,7 @@ def _is_of_room(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def telling_of_room(folder: Path, size: Callable[[], int]) -> Iterator[None]:
+def named_full_disk(folder: Path, size: Callable[[], int]) -> Iterator[None]:
     """Raise a clear error if a full disk prevents a model from being written completely."""
     try:
         yield
@@ -634,7 +634,7 @@ class Checkpointer:
     def _write(self, write: Callable[[Path], None], part: Path, state: Any) -> None:
         with self._all_or_nothing(part, state):
             if self.accelerator.is_main_process:
-                self.lock.assert_held()
+                self.lock.assert_owned()
             write(part)
 
     def _publish(self, part: Path, final: Path, state: Any) -> None:

@@ -113,7 +113,7 @@ class Checks:
             with self.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
                 self.report(special_token_findings(model, tokenizer))
 
-    def knows(self, *, parts: Mapping[str, Any] | None = None, **fields: Any) -> None:
+    def set_context(self, *, parts: Mapping[str, Any] | None = None, **fields: Any) -> None:
         """Set fields of the checks' `Context`, and add components of the run by name."""
         for name, value in fields.items():
             setattr(self.context, name, value)
@@ -127,7 +127,7 @@ class Checks:
         """Run the checks of the config before weights are loaded. Return the training set. With ``bad_rows="drop"``, bad
         rows are removed from it.
         """
-        self.knows(model_config=model_config_of(model, self.args), peft_config=peft_config)
+        self.set_context(model_config=model_config_of(model, self.args), peft_config=peft_config)
         named = {"model_name": model} if isinstance(model, str) else {}
         self.run_probes("config", train_dataset=train_dataset, eval_dataset=eval_dataset, **named)
         state = PartialState()

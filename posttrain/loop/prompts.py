@@ -75,7 +75,7 @@ class PromptSource:
         # Whether columns that do not belong to prompts are dropped.
         self.drops_columns = bool(args.remove_unused_columns)
         self.tokenized = tokenized or self._tokenized
-        self._cut_told = False
+        self._cut_logged = False
 
     # Before the model loads --------------------------------------------------------------------------------------
 
@@ -260,8 +260,8 @@ class PromptSource:
         """
         prompts, most = self.tokenized(rows), self.most
         long = sum(most is not None and len(prompt) > most for prompt in prompts)
-        if long and not self._cut_told:
-            self._cut_told = True
+        if long and not self._cut_logged:
+            self._cut_logged = True
             text = "%d of %d prompts lose their first tokens: max_length or max_prompt_length limits a prompt to %d tokens."
             logger.warning(text, long, len(prompts), most)
         return [cut_prompt(prompt, most) for prompt in prompts] if long else prompts

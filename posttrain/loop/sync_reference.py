@@ -100,7 +100,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         self.ref_model = ref_model
         self.accelerator = accelerator
         self._masters: dict[str, Tensor] = {}
-        self._told = False
+        self._logged = False
         if ref_model is not None:
             _refuse(ref_model, "reference")
 
@@ -192,11 +192,11 @@ class SyncRefModelCallback(transformers.TrainerCallback):
             return
         named = _parameters(self.ref_model)
         if is_sharded(self.ref_model) and not any(is_partitioned(p) for p in named.values()):
-            if not self._told:
+            if not self._logged:
                 logger.warning(
                     "a reference sharded by FSDP is not saved, so this run cannot be resumed with sync_ref_model."
                 )
-            self._told = True
+            self._logged = True
             return
         with _gathered(list(named.values())):
             folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"

@@ -578,7 +578,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         with contextlib.ExitStack() as stack:
             if not _internal_call:
                 stack.enter_context(checkpoint.without_signals())
-                stack.enter_context(checkpoint.telling_of_room(folder, lambda: checkpoint.weight_bytes(self.model)))
+                stack.enter_context(checkpoint.named_full_disk(folder, lambda: checkpoint.weight_bytes(self.model)))
             with parallel.saved_whole(self.accelerator, not _internal_call):
                 super().save_model(output_dir, _internal_call)
             self.vision.save(str(folder))

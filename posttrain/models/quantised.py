@@ -48,10 +48,10 @@ def bits_of(model: nn.Module) -> int | None:
     return None
 
 
-def bits_asked(settings: Any) -> int | None:
+def quantized_bits(settings: Any) -> int | None:
     """Return the number of bits that a ``quantization_config`` (object or dict) requests: 4, 8 or None.
 
-    >>> bits_asked({"load_in_4bit": True}), bits_asked(None)
+    >>> quantized_bits({"load_in_4bit": True}), quantized_bits(None)
     (4, None)
     """
     return 4 if _setting(settings, "load_in_4bit") else 8 if _setting(settings, "load_in_8bit") else None
@@ -67,7 +67,7 @@ def weight_bits(settings: Any) -> float | None:
     >>> weight_bits({"load_in_4bit": True}), weight_bits({"load_in_4bit": True, "bnb_4bit_use_double_quant": True})
     (4.5, 4.126953125)
     """
-    bits = bits_asked(settings)
+    bits = quantized_bits(settings)
     if bits is None:
         return None
     return SCALES[bits, bool(_setting(settings, "bnb_4bit_use_double_quant"))]
@@ -94,7 +94,7 @@ def check_quantised(
     named = quantization_config if quantization_config is not None else init.get("quantization_config")
     if named is None and isinstance(model, str):
         named = _packed_already(model, init.get("revision"))
-    bits = bits_asked(named) if isinstance(model, str) else bits_of(model)
+    bits = quantized_bits(named) if isinstance(model, str) else bits_of(model)
     if bits is None:
         return
     if peft_config is None and not adapters_of(model):

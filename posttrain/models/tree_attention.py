@@ -753,8 +753,8 @@ def forest_bias(
     forest: Forest, window: int | None, dtype: torch.dtype, reason: str = "", chunk: int | None = None
 ) -> Tensor:
     """Return the mask of `forest_mask` as an additive mask, for a layer without tree attention. Log each ``reason`` once."""
-    if reason and reason not in _told:
-        _told.add(reason)
+    if reason and reason not in _logged:
+        _logged.add(reason)
         logger.warning(
             "Attention uses a mask of %d x %d instead of tree attention: %s. Time and memory grow with the square "
             "of the row length.",
@@ -770,7 +770,7 @@ def added(allowed: Tensor, dtype: torch.dtype, never: float) -> Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, never)
 
 
-_told: set[str] = set()
+_logged: set[str] = set()
 _strict = False
 
 

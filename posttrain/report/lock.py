@@ -124,7 +124,7 @@ class FolderLock:
             self._lock.release()  # filelock counts acquisitions and must be released as often, so the lock is acquired only once.
         self.held = True
 
-    def assert_held(self) -> None:
+    def assert_owned(self) -> None:
         """Check that no other run uses the folder, which is possible if the lock file was removed manually.
 
         Raises:

@@ -266,7 +266,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._started, self._first = time.perf_counter(), state.global_step
-        self._said = self._started
+        self._printed = self._started
         self._rows, self._table = [], None
         # The callback computes the remaining time itself. rich would estimate it only from the last 30 seconds, but a step
         # can take minutes.
@@ -286,13 +286,13 @@ class RichProgressCallback(transformers.TrainerCallback):
         if self.progress is None:
             return
         self.progress.update(self.task, completed=state.global_step, left=self._left(state))
-        silent = time.perf_counter() - self._said >= SILENCE and not control.should_log
+        silent = time.perf_counter() - self._printed >= SILENCE and not control.should_log
         if self.progress.disable and not in_notebook() and silent:
             self._print(state, "")
 
     def _print(self, state: TrainerState, numbers: str) -> None:
         """Print the step, the metrics and the remaining time as one line, regardless of the console's width."""
-        self._said = time.perf_counter()
+        self._printed = time.perf_counter()
         step = f"step {state.global_step}/{state.max_steps}"
         self.console.print(
             f"{step}  {numbers}  left {self._left(state)}", highlight=False, soft_wrap=True, markup=False

@@ -366,7 +366,7 @@ def load(rows: Sequence[Cost]) -> int:
     return sum(prompt + sum(completions) for prompt, completions in rows)
 
 
-def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
+def distribute(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
     """Assign each completion to a rank, as a dict ``{(rank, row, completion): rank}``. Return None if an exchange would not
     save enough time.
 
@@ -377,9 +377,9 @@ def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
     Args:
         costs: One list per rank with the cost of each row.
 
-    >>> deal([[(2, [10, 10])], [(2, [1, 1])]])
+    >>> distribute([[(2, [10, 10])], [(2, [1, 1])]])
     {(0, 0, 0): 0, (0, 0, 1): 1, (1, 0, 0): 1, (1, 0, 1): 0}
-    >>> deal([[(2, [10, 1])], [(2, [10, 1])]]) is None
+    >>> distribute([[(2, [10, 1])], [(2, [10, 1])]]) is None
     True
     """
     world = range(len(costs))
@@ -435,7 +435,7 @@ def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[lis
     """
     mine: list[list[Cost]] = [[(len(r.prompt_ids), [len(ids) for ids in r.completions]) for r in s] for s in slices]
     costs = parallel.all_gather_objects([mine], accelerator)
-    plans = [deal([of_rank[number] for of_rank in costs]) for number in range(len(slices))]
+    plans = [distribute([of_rank[number] for of_rank in costs]) for number in range(len(slices))]
     if any(row.model_kwargs for rows in slices for row in rows):
         # Exchange nothing, because the images of a row cannot be split between ranks.
         plans = [None] * len(slices)

@@ -400,7 +400,7 @@ class DistillationTrainer(OnlineTrainer):
         self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
         self.check_vocabularies(model, self.teacher_tokenizer)
         self._log_roles(teacher_id(teacher, args))
-        self.checks.knows(parts={f"teacher_model {name}".strip(): model if self.shares_tokens else None})
+        self.checks.set_context(parts={f"teacher_model {name}".strip(): model if self.shares_tokens else None})
         layout = choose_layout(model, self.args, padded=False)
         fits = layout.dense_mask <= self.layout.dense_mask and layout.rope_switch is layout.rope_end is None
         shared = layout.kind == self.layout.kind == "tree" and fits

@@ -49,7 +49,7 @@ def test_each_set_of_columns_renders_under_its_names(tiny_tokenizer):
 
 
 def test_an_unfinished_answer_is_continued_and_merged_only_when_asked(tiny_tokenizer, caplog, monkeypatch):
-    monkeypatch.setattr(formats, "_told", set())
+    monkeypatch.setattr(formats, "_logged", set())
     start, end = {"role": "assistant", "content": "fo"}, {"role": "assistant", "content": "ur"}
     assert apply_chat_template({"prompt": [U, start]}, tiny_tokenizer)["prompt"].endswith("fo")
     row = {"prompt": [U, start], "completion": [end]}

@@ -258,7 +258,7 @@ def test_trap_14_unpairing_never_overwrites_a_column():
 
 
 def test_trap_15_a_prompt_that_the_answers_repeat_stands_once_and_is_told(tiny_tokenizer, caplog, monkeypatch):
-    monkeypatch.setattr(formats, "_told", set())
+    monkeypatch.setattr(formats, "_logged", set())
     sides = {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, {**ANSWER, "content": "No."}]}
     data = datasets.Dataset.from_list([{"prompt": [QUESTION], **sides}] * 2)
     with caplog.at_level(logging.WARNING):
@@ -269,7 +269,7 @@ def test_trap_15_a_prompt_that_the_answers_repeat_stands_once_and_is_told(tiny_t
 
 
 def test_trap_16_sharegpt_speakers_become_roles_and_are_told_once(tiny_tokenizer, caplog, monkeypatch):
-    monkeypatch.setattr(formats, "_told", set())
+    monkeypatch.setattr(formats, "_logged", set())
     turns = [{"from": "human", "value": "What is 2?"}, {"from": "gpt", "value": "A number."}]
     with caplog.at_level(logging.WARNING):
         data = prepared([{"conversations": turns}] * 3, tiny_tokenizer, assistant_only_loss=True)
@@ -287,7 +287,7 @@ def test_trap_17_reasoning_that_the_template_leaves_out_is_refused(tiny_tokenize
 
 @pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
 def test_trap_17_reasoning_goes_under_the_name_that_the_template_reads(tiny_tokenizer, caplog, monkeypatch, name):
-    monkeypatch.setattr(formats, "_told", set())
+    monkeypatch.setattr(formats, "_logged", set())
     tiny_tokenizer.chat_template = TOOLS_TEMPLATE
     with caplog.at_level(logging.WARNING):
         (row,) = prepared([{"messages": [QUESTION, {**ANSWER, name: "two is even"}]}], tiny_tokenizer)

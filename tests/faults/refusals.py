@@ -347,7 +347,7 @@ NO_CONFIG: dict[str, str] = {
     "loop/build.py refuse_without_trainer": PYTHON,
     "loop/checkpoint.py Checkpointer": "writing a checkpoint, and check writes nothing",
     "loop/checkpoint.py refuse_unreadable 4": ADAPTER,
-    "loop/checkpoint.py telling_of_room": "writing a model, and check writes nothing",
+    "loop/checkpoint.py named_full_disk": "writing a model, and check writes nothing",
     "loop/checkpoint.py GracefulInterrupt": WHILE,
     "loop/checkpoint.py without_signals": WHILE,
     "loop/dynamic_sampling.py DynamicSampler._put": PROCESSES,

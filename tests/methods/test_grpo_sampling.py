@@ -16,7 +16,7 @@ from posttrain.errors import CheckpointError
 from posttrain.loop import rollout
 from posttrain.losses.advantages import flat_groups
 from posttrain.models import parallel
-from posttrain.rollouts.batch import RolloutBatch, RolloutWindow, balance_rows, deal, part
+from posttrain.rollouts.batch import RolloutBatch, RolloutWindow, balance_rows, distribute, part
 from posttrain.types import Rollout, Row
 from tests.methods.helpers import grpo, grpo_args, prompts, scripted, weights
 from tests.wordings import raises
@@ -229,7 +229,7 @@ ROWS = st.lists(
 
 @given(st.lists(ROWS, min_size=2, max_size=4))
 def test_dealing_loses_no_completion_and_makes_the_busiest_rank_less_busy(costs):
-    plan = deal(costs)
+    plan = distribute(costs)
     if plan is None:
         return
     assert set(plan) == {
@@ -245,13 +245,13 @@ def test_dealing_loses_no_completion_and_makes_the_busiest_rank_less_busy(costs)
 
 
 def test_completions_stay_where_moving_does_not_pay():
-    assert deal([[(5, [100, 1])], [(5, [99, 1])]]) is None
-    assert deal([[(0, [100])], [(0, [1])]]) is None
-    assert deal([[(100, [9, 9])], [(1, [1])]]) is None  # The prompt would be computed on both.
+    assert distribute([[(5, [100, 1])], [(5, [99, 1])]]) is None
+    assert distribute([[(0, [100])], [(0, [1])]]) is None
+    assert distribute([[(100, [9, 9])], [(1, [1])]]) is None  # The prompt would be computed on both.
 
 
 def test_a_group_is_cut_where_that_is_cheaper_than_waiting():
-    plan = deal([[(10, [50, 50, 50, 50])], [(10, [1, 1, 1, 1])]])
+    plan = distribute([[(10, [50, 50, 50, 50])], [(10, [1, 1, 1, 1])]])
     assert sorted(target for (rank, _, _), target in plan.items() if rank == 0) == [0, 0, 1, 1]
 
 

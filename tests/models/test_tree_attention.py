@@ -367,7 +367,7 @@ def test_a_model_whose_gradients_would_be_wrong_gets_a_mask(monkeypatch, caplog)
 
 def test_a_layer_that_takes_no_segments_gets_a_mask_and_says_why(caplog, monkeypatch):
     """Without the probe, which would have chosen rows for it: right all the same."""
-    monkeypatch.setattr(tree_attention, "_told", set())
+    monkeypatch.setattr(tree_attention, "_logged", set())
     model = family("llama")
     model.config.attention_dropout = 0.0
     for layer in model.model.layers:

@@ -282,7 +282,7 @@ def _append(episode: Episode, rollout: Rollout) -> None:
     ids = list(rollout.token_ids)
     episode.finish_reason, episode.version = rollout.finish_reason, rollout.version
     episode.spans += turn_spans(rollout, len(ids))
-    episode.knows_logp = episode.knows_logp and len(rollout.logp) == len(ids)
+    episode.has_logps = episode.has_logps and len(rollout.logp) == len(ids)
     episode.add(ids, 1, list(rollout.logp), rollout.processed_logp)
 
 

@@ -430,10 +430,10 @@ class AsyncRollouts:
         while True:
             with parallel.failing_together(self.accelerator):
                 self.service.compare_workers()
-                dealt = self._deal(n) if main else None
+                shares = self._distribute(n) if main else None
             # Each process receives only the rollouts that it trains on. If servers lack the weights, each process receives
             # None. The weights are then pushed to these servers, and rollouts are taken again.
-            share = parallel.scatter_objects(dealt or [None] * self.accelerator.num_processes, self.accelerator)
+            share = parallel.scatter_objects(shares or [None] * self.accelerator.num_processes, self.accelerator)
             if share is not None:
                 samples = by_context(share)
                 batch = rollout_batch(samples)
@@ -442,7 +442,7 @@ class AsyncRollouts:
                 return batch
             self.service.serve_again()
 
-    def _deal(self, count: int) -> list[list[RolloutSample]] | None:
+    def _distribute(self, count: int) -> list[list[RolloutSample]] | None:
         """Take the rollouts of a step from the queue, and split their samples into one list per process. Return None if
         no rollout can arrive, because servers lack the weights.
         """

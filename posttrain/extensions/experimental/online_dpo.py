@@ -156,7 +156,7 @@ class OnlineDPOTrainer(OnlineTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
-        self._ties_told = False
+        self._ties_logged = False
 
     def _check_given(
         self, model: nn.Module, reward_funcs: Any, args: PostTrainingConfig, data_collator: Any, tokenizer: Tokenizer
@@ -259,8 +259,8 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
         metrics = super().reduced_metrics(mode)
-        if mode == "train" and metrics.get("ties", 0.0) > TIES_MOST and not self._ties_told:
-            self._ties_told = True
+        if mode == "train" and metrics.get("ties", 0.0) > TIES_MOST and not self._ties_logged:
+            self._ties_logged = True
             logger.warning(
                 "%.0f%% of the pairs are ties (identical completions or equal rewards) and have no loss. Increase "
                 "temperature, or use a reward or judge that distinguishes completions.",

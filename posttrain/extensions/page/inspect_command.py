@@ -119,10 +119,10 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
     limit = config.max_length
     missing = [] if numbers is None else sorted(set(places) - set(numbers))
     dropped = dropped_rows(len(drawn), len(rows), reasons=prepared.reasons, missing=missing)
-    telling: dict[str, int] = {}
-    checked = check_rows(rows, tokenizer, limit=None if cut == 0 else limit, numbers=numbers, examples=telling)
+    shown: dict[str, int] = {}
+    checked = check_rows(rows, tokenizer, limit=None if cut == 0 else limit, numbers=numbers, examples=shown)
     checked = [finding for finding in checked if finding.code not in subject.method.traits.ignored_codes]
-    telling = {finding.code: telling[finding.code] for finding in checked}
+    shown = {finding.code: shown[finding.code] for finding in checked}
     findings = [*([dropped] if dropped else []), *prepared.findings, *checked]
     seen = f"{len(drawn):,}"
     part = f"the first {seen}" if total is None else f"all {seen}" if total == len(drawn) else f"{seen} of {total:,}"
@@ -134,7 +134,7 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
         findings=findings,
         show=show,
         numbers=numbers,
-        examples=telling,
+        examples=shown,
         batch_size=config.per_device_train_batch_size,
         title=f"{subject.name}: {part} examples of split {subject.split!r}, tokenized as {subject.source}",
     )

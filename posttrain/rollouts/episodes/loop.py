@@ -81,7 +81,7 @@ class Episode:
     failures: int = 0
     waiting: list[dict[str, Any]] = field(default_factory=list)
     suffix: list[int] = field(default_factory=list)
-    knows_logp: bool = True
+    has_logps: bool = True
     processed: bool = False
 
     @property
@@ -92,10 +92,10 @@ class Episode:
 
     def rollout(self, text: str | None = None) -> Rollout:
         """Convert the finished episode to a `Rollout`."""
-        logp = self.logp if self.knows_logp else []
+        logp = self.logp if self.has_logps else []
         mask = None if all(self.tool_mask) else self.tool_mask
         mask = [0] * len(self.tool_mask) if self.masked else mask
-        drawn = self.processed_logp if self.processed and self.knows_logp else None
+        drawn = self.processed_logp if self.processed and self.has_logps else None
         return Rollout(
             self.prompt_ids,
             self.token_ids,
@@ -296,7 +296,7 @@ class ToolLoop:
         episode.finish_reason = "length" if cut else rollout.finish_reason
         episode.version = rollout.version
         episode.spans += turn_spans(rollout, len(ids))
-        episode.knows_logp = episode.knows_logp and len(rollout.logp) == len(rollout.token_ids)
+        episode.has_logps = episode.has_logps and len(rollout.logp) == len(rollout.token_ids)
         before = episode.suffix or episode.prompt_ids
         drawn = rollout.processed_logp
         episode.add(ids, 1, rollout.logp[:left], None if drawn is None else drawn[:left])
