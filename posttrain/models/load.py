@@ -31,7 +31,8 @@ from posttrain.models.attention import has_recurrent_layers
 from posttrain.models.heads import adapter_kind, adapters_of, causal_lm, output_layer, unwrapped
 from posttrain.models.parallel import bf16_is_faster, shards_parameters
 from posttrain.models.quantised import prepare_adapter
-from posttrain.models.reference import moves_base
+from posttrain.models.reference import moves_base, trained_outside
+from posttrain.models.value_head import without_value
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -643,6 +644,8 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
     if isinstance(model, peft.PeftModel):
         _name_tied_layers(model)
         _check_adapter(model, activation_checkpointing)
+    if adapters_of(model):
+        _check_saved(model)
     if isinstance(model, peft.PeftModel) and activation_checkpointing:
         # With frozen embeddings, the input of the first checkpointed layer does not require gradients. Without this call,
         # adapters would get no gradients.
@@ -904,6 +907,36 @@ def _check_kind(config: PeftConfig) -> None:
             )
 
 
+def _check_saved(model: nn.Module) -> None:
+    """Raise an error if peft cannot save one of the adapters, or if saved adapters would not contain all trained weights.
+
+    Value functions are excluded, because they are saved separately.
+    """
+    import peft
+
+    with without_value(model):
+        outside, saved = trained_outside(model), set()
+    # transformers saves only the active adapter.
+    names = list(adapters_of(model)) if isinstance(model, peft.PeftModel) else model.active_adapters()
+    for name in names if outside or len(names) > 1 else ():
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                state = peft.get_peft_model_state_dict(model, model.state_dict(keep_vars=True), name)
+        except KeyError as error:
+            raise ConfigError(
+                f"peft cannot save the adapter {name!r} ({error}), because only another adapter has trainable_token_indices. "
+                f"Fix: create {name!r} with trainable_token_indices too, or call model.delete_adapter({name!r})."
+            ) from error
+        saved |= {id(weight) for weight in state.values()}
+    if unsaved := [name for name, parameter in outside.items() if id(parameter) not in saved]:
+        module = unsaved[0].replace(".base_layer", "").split(".")[-2]
+        raise ConfigError(
+            f"{len(unsaved)} trained parameters would not be saved with the adapter, e.g. {unsaved[:2]}. A loaded or resumed "
+            "checkpoint would differ from the trained model. Fix: freeze these parameters with requires_grad_(False), or train "
+            f"their modules as a part of the adapter, e.g. with modules_to_save={[module]} in its config."
+        )
+
+
 def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
     """Raise an error for an adapter whose weights would not be trained, or that would cause an unclear error later."""
     config = model.active_peft_config
@@ -932,9 +965,9 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
     _check_tied_layers(model)
     _check_recurrent_layers(model, moves_base(config))
     if any(getattr(module, "merged", False) is True for module in model.modules()):
-        raise ModelError(
-            "the model's adapter is merged into the base weights and cannot be trained. Fix: call model.unmerge_adapter()."
-        )
+        raise ModelError("the model's adapter is merged into the base weights. Fix: call model.unmerge_adapter().")
+    if any(vars(module).get("_disable_adapters") for module in model.modules()):
+        raise ModelError("the model's adapter is disabled. Fix: call model.base_model.enable_adapter_layers().")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             "the model's adapter has no trainable parameter, because it was loaded for inference. Fix: load it with "

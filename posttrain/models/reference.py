@@ -176,9 +176,7 @@ def _check_vocabulary(model: nn.Module, reference: object) -> None:
 def _check_own_weights(model: nn.Module, reference: nn.Module) -> None:
     """Raise an error if policy and reference share trained parameters, because training would then change the reference."""
     theirs = {id(parameter) for parameter in reference.parameters()}
-    shared = [
-        name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) in theirs
-    ]
+    shared = [name for name, p in model.named_parameters() if p.requires_grad and id(p) in theirs]
     if shared:
         raise ConfigError(
             f"ref_model contains trained weights of the model: {shared[0]}. peft.get_peft_model changes its base model in place, "
@@ -186,19 +184,17 @@ def _check_own_weights(model: nn.Module, reference: nn.Module) -> None:
         )
 
 
+def trained_outside(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters that do not belong to an adapter, by name."""
+    named, parts = model.named_parameters(), [f".{adapter}." for adapter in adapters_of(model)]
+    return {name: p for name, p in named if p.requires_grad and not any(part in f"{name}." for part in parts)}
+
+
 def _check_frozen_base(model: nn.Module) -> None:
     """Raise an error if training would change base weights that policy and reference share."""
-    biased = [
-        name for name, config in model.peft_config.items() if getattr(config, "bias", "none") not in ("none", None)
-    ]
-    adapters = tuple(f".{name}" for name in model.peft_config)
-    own = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not any(part in f"{name}." for part in (f"{a}." for a in adapters))
-    ]
-    if own:
-        what = f"bias={model.peft_config[biased[0]].bias!r} in its adapter" if biased else f"trained weights {own[:3]}"
+    biases = {getattr(config, "bias", None) for config in model.peft_config.values()} - {"none", None}
+    if own := list(trained_outside(model)):
+        what = f"bias={min(biases)!r} in its adapter" if biases else f"trained weights {own[:3]}"
         raise ModelError(
             f"the reference would share the base weights of this model, but {what} change in training and would change the "
             "reference too. Fix: load the model a second time and pass it as ref_model, or train only adapter weights."

@@ -14,6 +14,7 @@ from posttrain.extensions.server.checks import Needs, check_info, needs_of, prob
 from posttrain.models.forward import plain_logps
 from posttrain.models.probe import rounded_otherwise
 from tests.conftest import build_model
+from tests.methods.helpers import grpo_args
 
 SHAPE = {"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2}
 GOOD = {"model": "m", "vocab_size": 37, "max_model_len": 512, "max_num_seqs": 64, "weight_version": 0, **SHAPE}
@@ -66,6 +67,13 @@ def test_trap_s13_one_accelerator_on_both_sides_is_found_before_anybody_joins():
 
 def test_a_larger_vocabulary_and_another_name_of_the_same_model_are_fine():
     assert codes(GOOD | {"vocab_size": 64, "model": "elsewhere"}) == []
+
+
+def test_a_server_without_the_layers_that_an_adapter_repeats_is_not_fixed_by_its_base_model(tmp_path):
+    config = LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
+    model = get_peft_model(build_model(37), config)
+    (found,) = check_info("http://x", GOOD, needs_of(model, grpo_args(tmp_path)))
+    assert (found.code, "save_merged" in found.fix) == ("PT-S001", True)
 
 
 class Client:

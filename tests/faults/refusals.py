@@ -382,6 +382,7 @@ NO_CONFIG: dict[str, str] = {
     "loop/dry_step.py refuse_auto_batch_size": "FSDP and DeepSpeed, which a machine without a GPU refuses first",
     "methods/distillation/objective.py _check_finite 1": "a teacher with outputs that are not finite is refused when it is probed",
     "models/load.py _check_kind": ADAPTER,
+    "models/load.py _check_saved": ADAPTER,
     "models/load.py _check_tied_layers": ADAPTER,
     "models/load.py check_saved_config": "a model with layer_types or eager attention: tests/models/test_load.py",
     "models/load.py check_distributed": PROCESSES,

@@ -8,10 +8,11 @@ import torch
 import transformers
 
 from posttrain import ConfigError, ModelError, use_adapter
-from posttrain.models.heads import train_new_tokens
+from posttrain.models.heads import causal_lm, train_new_tokens
 from posttrain.models.load import wrap_with_peft
 from posttrain.models.probe import probe_head
 from posttrain.models.reference import Reference
+from posttrain.models.value_head import attach_value
 from posttrain.rollouts.adapters import adapter_obstacle
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.shared_weights import merged_weights
@@ -347,11 +348,17 @@ def test_an_adapter_that_lost_its_tied_output_layer_is_refused():
         wrap_with_peft(model, None, activation_checkpointing=False)
 
 
-def test_an_adapter_that_is_merged_is_refused_and_so_is_a_mixed_model(tiny_tokenizer, tmp_path):
+def test_an_adapter_that_is_merged_or_disabled_is_refused_and_so_is_a_mixed_model(tiny_tokenizer, tmp_path):
     model = peft.get_peft_model(build_model(len(tiny_tokenizer)), peft.LoraConfig(r=4, **TARGETS))
     model.merge_adapter()
     with raises(ModelError, "unmerge_adapter"):
         sft(tmp_path, tiny_tokenizer, model=model)
+    model.unmerge_adapter()
+    model.base_model.disable_adapter_layers()
+    with raises(ModelError, "enable_adapter_layers"):
+        sft(tmp_path, tiny_tokenizer, model=model)
+    model.base_model.enable_adapter_layers()
+    sft(tmp_path, tiny_tokenizer, model=model)
     mixed = peft.PeftMixedModel(build_model(len(tiny_tokenizer)), peft.LoraConfig(r=4, **TARGETS))
     with raises(ConfigError, "PeftMixedModel"):
         sft(tmp_path, tiny_tokenizer, model=mixed)
@@ -399,13 +406,39 @@ def test_the_reference_of_an_adapter_whose_rank_is_above_the_width_of_a_layer(st
             torch.testing.assert_close(reference(ids).logits, begun, atol=1e-5, rtol=0)
 
 
-def test_grpo_with_a_trained_adapter_and_a_trained_norm_refuses_to_share_its_base(tiny_tokenizer, tmp_path):
-    base = build_model(len(tiny_tokenizer))
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, **TARGETS))
-    base.model.norm.weight.requires_grad_(True)
-    with raises(ModelError, "model.norm.weight"):
+def test_grpo_with_a_trained_adapter_and_trained_biases_refuses_to_share_its_base(tiny_tokenizer, tmp_path):
+    base = build_model(len(tiny_tokenizer), attention_bias=True)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, bias="all", **TARGETS))
+    with raises(ModelError, "bias='all'"):
         grpo(tmp_path, tiny_tokenizer, model=model, beta=0.1)
     grpo(tmp_path, tiny_tokenizer, model=model)  # Without a reference, nothing is shared.
+
+
+@pytest.mark.parametrize("add", [peft.get_peft_model, lambda model, config: model.add_adapter(config) or model])
+def test_trained_weights_that_a_saved_adapter_does_not_contain_are_refused(add):
+    """The logits of a loaded checkpoint would differ by 0.5. Biases and value heads are saved, so they can be trained."""
+    config = peft.LoraConfig(r=4, bias="lora_only", **TARGETS)
+    model = add(build_model(37, attention_bias=True), config)
+    attach_value(model)
+    assert wrap_with_peft(model, None, activation_checkpointing=False) is model
+    layer = causal_lm(model).model.layers[1]
+    layer.input_layernorm.requires_grad_(True)
+    with raises(ConfigError, "model.layers.1.input_layernorm.weight", "modules_to_save=['input_layernorm']"):
+        wrap_with_peft(model, None, activation_checkpointing=False)
+    layer.input_layernorm.requires_grad_(False)
+    layer.self_attn.q_proj.base_layer.requires_grad_(True)  # peft saves the bias alone.
+    with raises(ConfigError, "1 trained parameters", "q_proj.base_layer.weight"):
+        wrap_with_peft(model, None, activation_checkpointing=False)
+
+
+def test_an_adapter_that_peft_cannot_save_because_of_the_tokens_of_another_is_refused():
+    model = peft.get_peft_model(build_model(37), peft.LoraConfig(r=4, **TARGETS))
+    model.add_adapter("two", peft.LoraConfig(r=4, trainable_token_indices=[5], **TARGETS))
+    with raises(ConfigError, "'default'", "delete_adapter"):
+        wrap_with_peft(model, None, activation_checkpointing=False)
+    model.set_adapter("two")
+    model.delete_adapter("default")
+    assert wrap_with_peft(model, None, activation_checkpointing=False) is model
 
 
 @pytest.mark.parametrize("name", [None, "two"])

@@ -11,7 +11,7 @@ import torch
 
 from posttrain.checks.registry import finding
 from posttrain.errors import BadRequest, WeightSyncError
-from posttrain.models.heads import causal_lm
+from posttrain.models.heads import adapters_of, causal_lm
 from posttrain.types import Finding, Sampling
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Needs:
         at_once: Number of completions per rollout batch.
         truncated: Whether sampling truncates the distribution or applies a repetition penalty.
         devices: UUIDs of the trainer's accelerators.
+        repeats_layers: Whether an adapter repeats layers of the base model (``layer_replication``).
     """
 
     model: str
@@ -46,6 +47,7 @@ class Needs:
     temperature: float
     truncated: bool
     devices: tuple[str, ...] = ()
+    repeats_layers: bool = False
 
 
 def needs_of(model: nn.Module, args: PostTrainingConfig) -> Needs:
@@ -54,21 +56,17 @@ def needs_of(model: nn.Module, args: PostTrainingConfig) -> Needs:
 
     base = causal_lm(model)
     text = base.config.get_text_config()
-    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-    truncated = args.top_p < 1 or args.top_k > 0 or bool(args.min_p) or args.repetition_penalty != 1
     return Needs(
         model=str(base.config.name_or_path),
         revision=(args.model_init_kwargs or {}).get("revision"),
-        shape={
-            "architectures": [type(base).__name__],
-            **shape_of(text),
-        },
+        shape={"architectures": [type(base).__name__], **shape_of(text)},
         vocabulary=text.vocab_size,
         completion=args.max_completion_length,
         at_once=args.generation_batch_size or 0,
         temperature=args.temperature,
-        truncated=truncated,
-        devices=tuple(uuids),
+        truncated=args.top_p < 1 or args.top_k > 0 or bool(args.min_p) or args.repetition_penalty != 1,
+        devices=tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())),
+        repeats_layers=any(vars(config).get("layer_replication") for config in adapters_of(model).values()),
     )
 
 
@@ -86,12 +84,14 @@ def _model(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
         if value is not None and info.get(name) is not None and info[name] != value
     }
     if differing:
-        theirs = ", ".join(f"{name}={pair[0]}" for name, pair in differing.items())
-        ours = ", ".join(f"{name}={pair[1]}" for name, pair in differing.items())
+        theirs, ours = (", ".join(f"{name}={pair[i]}" for name, pair in differing.items()) for i in (0, 1))
+        fix = f"start the server with the trained model: posttrain serve --model {needs.model or 'MODEL'}."
+        if needs.repeats_layers:
+            fix = "remove layer_replication, or train and serve the model that posttrain.save_merged(model, folder) saves."
         yield finding(
             "PT-S001", "error", f"the server serves {info.get('model')} with {theirs}, but the trainer has {ours}.", url,
             "the trainer's weights cannot be loaded into the server's model, and rollouts would come from another policy.",
-            f"start the server with the trained model: posttrain serve --model {needs.model or 'MODEL'}.",
+            fix,
         )  # fmt: skip
     vocabulary = info.get("vocab_size")
     if vocabulary is not None and vocabulary < needs.vocabulary:
