@@ -48,7 +48,7 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
     ),
     ("AsyncGRPO", "vllm_server_base_url"): (
         "http://localhost:8000",
-        "workers on this machine sample completions, so no server is needed",
+        "None means TRL's value with worker_engine='server'; otherwise workers on this machine sample completions",
         'vllm_server_base_url="http://localhost:8000"',
     ),
     ("AsyncGRPO", "max_inflight_tasks"): (
@@ -58,7 +58,7 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
     ),
     ("AsyncDistillation", "vllm_server_base_url"): (
         "http://localhost:8000",
-        "workers on this machine sample completions, so no server is needed",
+        "None means TRL's value with worker_engine='server'; otherwise workers on this machine sample completions",
         'vllm_server_base_url="http://localhost:8000"',
     ),
     ("AsyncDistillation", "max_inflight_tasks"): (
@@ -363,8 +363,8 @@ class Checkup:
                 f"sp_size={size} does not divide the command's {world} processes. Fix: pass --num_processes {size}."
             )
         script_args, config, model_args, mixture = train.parse(self.command, self.tokens)[0]
-        untried = ""
-        if launch or size > 1:
+        untried, several = "", launch or size > 1
+        if several:
             untried = "not tried, because the command needs several processes"
         elif config.use_vllm or self.subject.method.traits.workers_sample:
             untried = "not tried, because the engine runs in other processes"
@@ -377,19 +377,23 @@ class Checkup:
             # A check must not create a repository on the Hub.
             if "log_completions_hub_repo" in vars(config):
                 config.log_completions_hub_repo = None
-            tries = self.tries_step and not untried
-            kind = self.subject.kind if tries else without_model(self.subject.kind)
+            # An asynchronous trainer starts its workers at the first step, so it can be created here.
+            creates = self.tries_step and not several and not config.use_vllm
+            kind = self.subject.kind if creates else without_model(self.subject.kind)
             try:
                 trainer = train.make_trainer(self.command, script_args, config, model_args, mixture, kind=kind)
             except ModelIsNextError:
                 return untried or "everything before the model is loaded"
-            try_step(trainer, resume)
+            if untried:
+                trainer.checkpoints.resolve(resume, trainer.model)
+            else:
+                try_step(trainer, resume)
         # Skip findings about the temporary folder. Skip findings about completions too, because the trial step samples only
         # short completions.
         skipped = registry.codes_of("R", "log_step") if trainer.method.traits.samples else ()
         reported = trainer.run.checks.preflight.reported
         self._report([finding for finding in reported if not finding.code.startswith(("PT-L", *skipped))])
-        return "one step and one evaluation batch" if trainer.eval_dataset is not None else "one step"
+        return untried or ("one step and one evaluation batch" if trainer.eval_dataset is not None else "one step")
 
     def _context(self, **more: Any) -> Any:
         from posttrain.models.load import get_peft_config

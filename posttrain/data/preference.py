@@ -32,6 +32,7 @@ from posttrain.data.formats import (
     is_messages,
     naming,
     one_eos,
+    read_columns,
     tokenized,
     undecoded,
     united,
@@ -496,14 +497,31 @@ def _pair_batch(
         with naming(f"row {index}"):
             for name, ids in zip(names, pair, strict=True):
                 check_ids(ids, name, len(tokenizer))
-            # Reject a margin that is not finite, because it would make the loss infinite or NaN.
-            if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-                raise DataError(
-                    f"column 'margin' must contain a finite number in every row, but it contains {margin!r}. Fix: correct "
-                    "the value, or remove the row."
-                )
+            check_number("margin", margin)
     columns = {name: [pair[side] for pair in pairs] for side, name in enumerate(names)}
     return {**columns, "_reason": [_left_out(*pair, max_length) for pair in pairs]}
+
+
+def check_number(column: str, value: object) -> None:
+    """Raise an error for a value that is not a finite number, because it would make the loss infinite or NaN.
+
+    Raises:
+        DataError: The value is None, NaN, infinite, or not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(
+            f"column {column!r} must contain a finite number in every row, but it contains {value!r}. Fix: correct the value, "
+            "or remove the row."
+        )
+
+
+def check_numbers(dataset: AnyDataset, columns: Sequence[str], name: str) -> None:
+    """Apply `check_number` to each row of a ``Dataset`` that has all of the columns. Streams are not checked."""
+    if isinstance(dataset, datasets.Dataset) and {*columns} <= {*dataset.column_names}:
+        for column, values in read_columns(dataset, columns).items() if columns else ():
+            for row, value in enumerate(values):
+                with naming(f"{name} row {row}"):
+                    check_number(column, value)
 
 
 def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:

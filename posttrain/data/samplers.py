@@ -13,8 +13,8 @@ import datasets
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from posttrain.data.chat import encode
-from posttrain.data.formats import TOKENIZED, first_rows, is_conversational, known_columns
+from posttrain.data.chat import check_messages, encode
+from posttrain.data.formats import TOKENIZED, first_rows, is_conversational, known_columns, naming
 from posttrain.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -259,8 +259,8 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
     """Check that a dataset has usable prompts, and return its first rows.
 
     Raises:
-        DataError: The dataset has no rows or no ``prompt`` column, a prompt has no tokens, or only some prompts are
-            conversational.
+        DataError: The dataset has no rows or no ``prompt`` column, a prompt has no tokens, a message has no role or no
+            content, or only some prompts are conversational.
         ModelError: Prompts are conversational and the tokenizer has no chat template.
     """
     head = list(itertools.islice(dataset, 2))
@@ -301,6 +301,9 @@ def _check_prompt(prompt: Any, index: int, name: str, chat: bool, tokenizer: Tok
             f"{'' if chat else ', and the tokenizer does not add a bos token'}. "
             f"Fix: add at least one {'message' if chat else 'character'}."
         )
+    if chat:
+        with naming(f"{name} row {index}, column 'prompt'"):
+            check_messages(prompt)
 
 
 def with_lengths(dataset: AnyDataset, name: str) -> Any:

@@ -400,7 +400,7 @@ def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
 
     Raises:
         DataError: ``input_ids`` is missing, the rows have masks but no ``labels``, an id is invalid, or no token contributes
-            to the loss.
+            to the loss. The error is also raised if ``input_ids`` is empty, or if ``labels`` has another length.
     """
     first_row(dataset, name)
     columns = get_dataset_column_names(dataset)
@@ -412,12 +412,24 @@ def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
     for index, row in enumerate(islice(dataset, PEEKED)):
         with naming(f"{name} row {index}"):
             check_ids(row["input_ids"], "input_ids", vocabulary)
-        seen += _trains_something([row["labels"]]) if "labels" in columns else [True]
+        seen += _trains_something([row["labels"] or []]) if "labels" in columns else [True]
     if seen and not any(seen):
         raise DataError(
             f"skip_prepare_dataset is set, but none of the first {len(seen)} {name} rows trains a token. All labels are "
             f"{IGNORED}, so the loss would be 0. Fix: set the labels of trained positions to the token ids. Do not shift them."
         )
+    if not isinstance(dataset, datasets.Dataset):
+        return
+    table = read_columns(dataset, [column for column in columns if column in ("input_ids", "labels")], kind="arrow")
+    sizes = [pc.fill_null(pc.list_value_length(column), 0).to_pylist() for column in table.columns]
+    for index, lengths in enumerate(zip(*sizes, strict=True)):
+        if 0 in lengths or len(set(lengths)) > 1:
+            raise DataError(
+                f"{name} row {index}: the columns {table.column_names} have {list(lengths)} entries. Every row needs at least "
+                "one token id, and as many labels as token ids. Fix: correct the row, or remove it."
+            )
+    with naming(f"{name} rows"):
+        check_ids(list(pc.min_max(pc.list_flatten(table["input_ids"])).as_py().values()), "input_ids", vocabulary)
 
 
 def _trains_something(labels: list[list[int]]) -> list[bool]:
@@ -552,12 +564,17 @@ def document_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
     """Convert each tokenized example to a row without a prompt. Packed examples are split into documents, one per row.
 
     Raises:
-        DataError: A label is neither the id of its token nor -100. The error contains the number of the example.
+        DataError: An example has no token ids, the number of its labels differs, or a label is neither the id of its token
+            nor -100. The error contains the number of the example.
     """
     rows = []
     for index, example in enumerate(examples):
         ids = example["input_ids"]
-        labels = example.get("labels") or ids
+        labels = ids if example.get("labels") is None else example["labels"]
+        if not ids or len(labels) != len(ids):
+            raise DataError(
+                f"row {index} has {len(ids or ())} token ids and {len(labels or ())} labels. Fix: remove it."
+            )
         if any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
             raise DataError(f"row {index}: a label is neither its token nor {IGNORED}. Fix: do not shift the labels.")
         start = 0

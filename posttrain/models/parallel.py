@@ -319,7 +319,8 @@ def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
     loaded on any number of processes. However, either both runs must use ZeRO-3, or both runs must use a lower stage.
 
     Raises:
-        CheckpointError: The optimizer is missing, was saved with incompatible sharding, or lacks a shard.
+        CheckpointError: The optimizer or the learning-rate schedule is missing, or the optimizer was saved with incompatible
+            sharding, or it lacks a shard.
     """
     files = {
         "ZeRO-3": "global_step*/zero_pp_rank_*_model_states.pt", "ZeRO below 3": "global_step*/*_model_states.pt",
@@ -331,6 +332,11 @@ def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
             f"{str(folder)!r} contains no optimizer, e.g. because it was saved with save_only_model=True. A resumed run would "
             "start with a new optimizer and the learning rate of step 1. Fix: use the folder as the model of a new run. To "
             "resume runs in the future, set save_only_model=False."
+        )
+    if wrote in ("FSDP", WHOLE) and not (folder / "scheduler.pt").exists():
+        raise CheckpointError(
+            f"{str(folder)!r} has no file scheduler.pt. A resumed run would start with a new optimizer and the learning rate of "
+            "step 1. Fix: restore the file, resume from another checkpoint, or use the folder as the model of a new run."
         )
     name, runs = str(accelerator.distributed_type), WHOLE
     if "FSDP" in name:

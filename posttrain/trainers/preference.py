@@ -25,7 +25,7 @@ from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import unbatched_answers
 from posttrain.data.formats import ROW as NUMBER
 from posttrain.data.formats import PreparationReport, first_rows, read_columns
-from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
+from posttrain.data.preference import AnswerOptions, answer_rows, check_numbers, extract_and_unpair, prepare_answers
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.loop.build import PADDED_STEPS, user_override
 from posttrain.loop.precompute import ReferenceSums, precomputed_logps, prepare_references, with_reference
@@ -197,10 +197,11 @@ class PreferenceTrainer(PostTrainer):
         return AnswerOptions(self.method.branches, args.max_length, args.truncation_mode, args.mask_inner_turns, most)
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize a dataset with `prepare_answers`, and check its labels."""
+        """Tokenize a dataset with `prepare_answers`. Check its labels and its reference log-probs."""
+        columns = self.method.reference_columns
+        check_numbers(dataset, columns, name)
         if self.method.judged:
             dataset = extract_and_unpair(dataset, self.args.dataset_num_proc)
-        columns = self.method.reference_columns
         if training and columns and self.args.sync_ref_model and set(columns) <= set(dataset.column_names or ()):
             raise ConfigError(
                 f"sync_ref_model=True changes the reference, but the columns {list(columns)} of the {name} rows contain fixed "

@@ -518,3 +518,62 @@ def test_a_check_creates_nothing_on_the_hub(trainable, capsys, monkeypatch):
     )
     argv = ["--config", "grpo.yaml", "--log_completions", "true", "--log_completions_hub_repo", "me/x"]
     assert main(["check", "grpo", *argv]) == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        ("async-distillation", (), "no teacher is set"),
+        (
+            "async-distillation",
+            ("--teacher_model_name_or_path", '{"a": "MODEL", "b": "MODEL"}'),
+            "row 0: teacher_id=None",
+        ),
+        (
+            "async-distillation",
+            ("--dataset_name", "null.jsonl"),
+            "row 3, column 'prompt': message 0 (role 'user') has no content",
+        ),
+        ("async-grpo", ("--dataset_name", "long.jsonl"), "does not fit the model's context"),
+        ("async-grpo", ("--max_completion_length", "100000"), "leaves no room for a prompt"),
+        ("async-grpo", ("--use_peft", "true", "--lora_target_modules", "lm_head"), "are tied in the base model"),
+    ],
+)
+def test_what_the_constructor_of_an_asynchronous_trainer_refuses_is_refused(command, options, said, trainable, capsys):
+    model = yaml.safe_load(Path("sft.yaml").read_text())["model_name_or_path"]
+    rows = [json.loads(line) for line in Path("prompts.jsonl").read_text().splitlines()]
+    write("long.jsonl", [*rows, {"prompt": [{"role": "user", "content": "long " * 3000}], "answer": ""}])
+    rows[3]["prompt"][0]["content"] = None
+    write("null.jsonl", rows)
+    config = (
+        Path("grpo.yaml")
+        .read_text()
+        .replace("num_generations: 4\n", "" if "dist" in command else "num_generations: 2\n")
+    )
+    config = config.replace("reward_funcs: think_format_reward\n", "") if "dist" in command else config
+    Path("async.yaml").write_text(config)
+    assert (
+        main(["check", command, "--config", "async.yaml", *(option.replace("MODEL", model) for option in options)])
+        == 78
+    )
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_asynchronous_trainer_is_created_without_a_step_and_its_findings_are_reported(
+    trainable, capsys, monkeypatch
+):
+    monkeypatch.setattr("posttrain.cli.check.try_step", lambda *_: pytest.fail("a step is tried"))
+    model = yaml.safe_load(Path("sft.yaml").read_text())["model_name_or_path"]
+    config = (
+        Path("grpo.yaml")
+        .read_text()
+        .replace("num_generations: 4\n", "")
+        .replace("reward_funcs: think_format_reward\n", "")
+    )
+    Path("async.yaml").write_text(config)
+    before = sorted(trainable.rglob("*"))
+    argv = ["--config", "async.yaml", "--teacher_model_name_or_path", model, "--json"]
+    assert main(["check", "async-distillation", *argv]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "PT-K006" in [one["code"] for one in found["findings"]] and "not tried" in found["stages"][-1]["result"]
+    assert sorted(trainable.rglob("*")) == before

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from posttrain import ConfigError, DPOConfig, DPOTrainer, ModelError
+from posttrain import ConfigError, DataError, DPOConfig, DPOTrainer, ModelError
 from posttrain.data.forest import Layout
 from posttrain.losses.preference import DPO_LOSSES
 from tests.conftest import build_masked_model, build_model
@@ -447,6 +447,15 @@ def test_a_reference_that_follows_is_refused_where_the_rows_bring_its_log_probs(
     data = pairs().add_column("ref_chosen_logps", [-1.0] * 8).add_column("ref_rejected_logps", [-2.0] * 8)
     with pytest.raises(ConfigError, match=r"sync_ref_model=True.*ref_chosen_logps"):
         dpo(tmp_path, tiny_tokenizer, data=data, sync_ref_model=True)
+
+
+@pytest.mark.parametrize("value", [None, float("nan")])
+def test_a_reference_log_prob_that_is_missing_in_one_row_is_refused_with_its_column(value, tiny_tokenizer, tmp_path):
+    data = (
+        pairs().add_column("ref_chosen_logps", [-1.0] * 8).add_column("ref_rejected_logps", [-2.0] * 6 + [value, -2.0])
+    )
+    with raises(DataError, "train row 6", "'ref_rejected_logps'", value):
+        dpo(tmp_path, tiny_tokenizer, data=data)
 
 
 def test_equal_pairs_everywhere_are_refused(tiny_tokenizer, tmp_path):

@@ -173,6 +173,13 @@ def test_kto_precomputes_the_reference_of_its_baseline_too(tiny_tokenizer, tmp_p
     assert fixed.evaluate()["eval_loss"] == pytest.approx(live.evaluate()["eval_loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["kto", "bco"])
+def test_a_reference_log_prob_that_is_missing_in_one_row_is_refused(kind, tiny_tokenizer, tmp_path):
+    data = answers(8)
+    with raises(DataError, "train row 5", "'ref_logps'", "None"):
+        make(kind, tmp_path, tiny_tokenizer, data=data.add_column("ref_logps", [-1.0] * 5 + [None, -1.0, -1.0]))
+
+
 def test_fixed_partners_have_other_prompts_and_depend_on_the_seed_alone():
     prompts = [[i % 7] for i in range(40)]
     found = fixed_partners(prompts, seed=3)

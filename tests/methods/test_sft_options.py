@@ -12,6 +12,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from posttrain import ConfigError, DataError, PosttrainError, SFTConfig
 from posttrain.data.forest import Layout
+from posttrain.data.sft import document_rows
 from posttrain.loop.build import refuse_untrainable
 from tests.conftest import build_model
 from tests.methods.helpers import chats, losses, sft, weights
@@ -354,6 +355,35 @@ def test_rows_that_skip_preparation_need_labels(tiny_tokenizer, tmp_path):
     bad = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "completion_mask": [[0, 1, 1]]})
     with raises(DataError, "completion_mask"):
         sft(tmp_path, tiny_tokenizer, data=bad, **skip)
+
+
+@pytest.mark.parametrize("row", [1, 40])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"input_ids": []}, r"\[0, 3\] entries"),
+        ({"input_ids": None}, "input_ids"),
+        ({"labels": [-100, 6]}, r"\[3, 2\] entries"),
+        ({"labels": None}, r"\[3, 0\] entries"),
+        ({"input_ids": [5, 6, 10**6]}, "the id 1000000"),
+    ],
+)
+def test_rows_that_skip_preparation_are_refused_with_their_number(changed, said, row, tiny_tokenizer, tmp_path):
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]} for _ in range(48)]
+    rows[row] |= changed
+    where = "train row" if "1000000" in said else f"train row {row}: "
+    with pytest.raises(DataError, match=rf"{where}.*{said}"):
+        sft(
+            tmp_path,
+            tiny_tokenizer,
+            data=datasets.Dataset.from_list(rows),
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )
+
+
+def test_a_row_of_a_stream_with_labels_of_another_length_is_an_error():
+    with raises(DataError, "row 1", "2 labels"):
+        document_rows([{"input_ids": [5, 6]}, {"input_ids": [5, 6, 7], "labels": [-100, 6]}])
 
 
 def test_a_transform_would_be_frozen_and_is_refused(tiny_tokenizer, tmp_path):

@@ -465,7 +465,7 @@ def test_an_optimizer_that_cannot_be_read_is_refused_with_both_kinds_and_numbers
     wrote, runs, fits, tmp_path
 ):
     """Left to transformers it would be left behind without a word, or end in the depths of another library."""
-    for name in (wrote, "rng_state_0.pth", "rng_state_1.pth"):
+    for name in (wrote, "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
         (tmp_path / name).mkdir(parents=True)
     run = run_of(*runs)
     if fits:
@@ -477,6 +477,14 @@ def test_an_optimizer_that_cannot_be_read_is_refused_with_both_kinds_and_numbers
         CheckpointError, match=rf"by 2 processes with {written}.* run has {runs[1]} process.*Fix: resume with {written}"
     ):
         parallel.refuse_other_optimizer(tmp_path, run)
+
+
+@pytest.mark.parametrize("wrote", ["optimizer.pt", "pytorch_model_fsdp.bin"])
+def test_a_schedule_that_is_not_there_is_refused(wrote, tmp_path):
+    """transformers would load neither the schedule nor the optimizer."""
+    (tmp_path / wrote).touch()
+    with raises(CheckpointError, "scheduler.pt"):
+        parallel.refuse_other_optimizer(tmp_path, run_of("NO", 1))
 
 
 @pytest.mark.parametrize("processes", [2, 4])
