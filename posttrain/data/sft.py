@@ -571,12 +571,11 @@ def document_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
     for index, example in enumerate(examples):
         ids = example["input_ids"]
         labels = ids if example.get("labels") is None else example["labels"]
-        if not ids or len(labels) != len(ids):
+        wrong = not ids or len(labels) != len(ids)
+        if wrong or any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
             raise DataError(
-                f"row {index} has {len(ids or ())} token ids and {len(labels or ())} labels. Fix: remove it."
+                f"row {index}: labels must be one token id or {IGNORED} per input id. Fix: do not shift the labels."
             )
-        if any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
-            raise DataError(f"row {index}: a label is neither its token nor {IGNORED}. Fix: do not shift the labels.")
         start = 0
         for length in example.get(LENGTHS) or [len(ids)]:
             mask = [int(label != IGNORED) for label in labels[start : start + length]]
