@@ -573,9 +573,7 @@ def document_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
         labels = ids if example.get("labels") is None else example["labels"]
         wrong = not ids or len(labels) != len(ids)
         if wrong or any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
-            raise DataError(
-                f"row {index}: labels must be one token id or {IGNORED} per input id. Fix: do not shift the labels."
-            )
+            raise DataError(f"row {index}: labels must be token ids or {IGNORED}. Fix: do not shift the labels.")
         start = 0
         for length in example.get(LENGTHS) or [len(ids)]:
             mask = [int(label != IGNORED) for label in labels[start : start + length]]
