@@ -518,8 +518,9 @@ def check_number(column: str, value: object) -> None:
 def check_numbers(dataset: AnyDataset, columns: Sequence[str], name: str) -> None:
     """Apply `check_number` to each row of a ``Dataset`` that has all of the columns. Streams are not checked."""
     if isinstance(dataset, datasets.Dataset) and {*columns} <= {*dataset.column_names}:
+        numbers = dataset[ROW] if ROW in dataset.column_names else range(len(dataset))
         for column, values in read_columns(dataset, columns).items() if columns else ():
-            for row, value in enumerate(values):
+            for row, value in zip(numbers, values, strict=True):
                 with naming(f"{name} row {row}"):
                     check_number(column, value)
 

@@ -422,10 +422,11 @@ def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
         return
     table = read_columns(dataset, [column for column in columns if column in ("input_ids", "labels")], kind="arrow")
     sizes = [pc.fill_null(pc.list_value_length(column), 0).to_pylist() for column in table.columns]
-    for index, lengths in enumerate(zip(*sizes, strict=True)):
+    numbers = dataset[ROW] if ROW in columns else range(len(dataset))
+    for index, *lengths in zip(numbers, *sizes, strict=True):
         if 0 in lengths or len(set(lengths)) > 1:
             raise DataError(
-                f"{name} row {index}: the columns {table.column_names} have {list(lengths)} entries. Every row needs at least "
+                f"{name} row {index}: the columns {table.column_names} have {lengths} entries. Every row needs at least "
                 "one token id, and as many labels as token ids. Fix: correct the row, or remove it."
             )
     with naming(f"{name} rows"):
