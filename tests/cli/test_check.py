@@ -536,6 +536,7 @@ def test_a_check_creates_nothing_on_the_hub(trainable, capsys, monkeypatch):
         ),
         ("async-grpo", ("--dataset_name", "long.jsonl"), "does not fit the model's context"),
         ("async-grpo", ("--max_completion_length", "100000"), "leaves no room for a prompt"),
+        ("async-grpo", ("--token_budget", "5"), "every rollout would be dropped"),
         ("async-grpo", ("--use_peft", "true", "--lora_target_modules", "lm_head"), "are tied in the base model"),
     ],
 )

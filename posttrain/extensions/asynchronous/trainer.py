@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 
 from posttrain.data.forest import collate
+from posttrain.data.formats import first_rows
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ConfigError
 from posttrain.extensions.asynchronous.ledger import Ledger, MismatchGuard
@@ -20,6 +21,7 @@ from posttrain.extensions.asynchronous.rollouts import AsyncRollouts, RolloutSer
 from posttrain.extensions.asynchronous.samples import TaskSource
 from posttrain.extensions.asynchronous.worker import check_picklable
 from posttrain.loop.online import OnlineTrainer
+from posttrain.loop.prompts import PROMPTS_TRIED
 from posttrain.loop.rollout import settings_of
 from posttrain.loop.run import Hooks, Run
 from posttrain.models import parallel
@@ -63,6 +65,13 @@ class AsyncTrainer(OnlineTrainer):
                 "or its weights are never updated."
             )
         self.source = self.make_source()
+        prompts = self.prompt_source.token_ids(list(first_rows(self.train_dataset, PROMPTS_TRIED)))
+        shortest = min(map(len, prompts)) if self.given["rollout_worker"] is None else 0
+        if 0 < self.source.token_budget <= shortest:
+            raise ConfigError(
+                f"token_budget={self.source.token_budget}, but the shortest of the first {len(prompts)} prompts has {shortest} "
+                "tokens, so every rollout would be dropped. Fix: increase token_budget."
+            )
         self.mismatch = MismatchGuard()
         self.trained_groups: int = 0
         self._new_groups: set[int] = set()
