@@ -144,7 +144,7 @@ class WeightSync:
         if self.needs_weight_sync:
             check_mergeable(run.model)
         self.retries: int = run.args.vllm_sync_retries
-        self._pushed_at: tuple[int, tuple] | None = None
+        self._pushed_at: tuple[int, tuple, tuple] | None = None
         self._base_at: tuple | None = None  # Base weights at the last push of an adapter.
         self._pushes = 0
         self.parity = Parity(run.args.weight_parity_every)
@@ -241,7 +241,8 @@ class WeightSync:
 
     def push_if_due(self) -> None:
         """Push the weights if they changed since the last push, or if a server does not have the last version."""
-        here = (self.run.progress.state.global_step, self._state())
+        base, adapters = self._state()
+        here = (self.run.progress.state.global_step, base, adapters)
         due = here != self._pushed_at or self.engine.needs_weights()
         if parallel.all_reduce_sum([float(due)], self.accelerator)[0] == 0:
             return
@@ -249,7 +250,7 @@ class WeightSync:
             self._negative_control()
         again = parallel.all_reduce_sum([float(here != self._pushed_at)], self.accelerator)[0] == 0
         self._pushes += 0 if again else 1
-        whole_update(self._push, self.retries + 1)
+        whole_update(lambda: self._push(base), self.retries + 1)
         self._pushed_at = here
         if self.parity_due(again):
             try:
@@ -274,21 +275,21 @@ class WeightSync:
         due = self.args.preflight != "off" and (again or self.parity.due())
         return parallel.all_reduce_sum([float(due)], self.accelerator)[0] > 0
 
-    def _state(self, *, adapters: bool = True) -> tuple:
+    def _state(self) -> tuple[tuple, tuple]:
         """Return the `fingerprint` of the model. For sharded weights, return only the state of adapters, because each gather
         would change the fingerprint.
         """
         sharded = parallel.shards_parameters(self.accelerator)
-        return adapter_states(self.run.model) if sharded else fingerprint(self.run.model, adapters=adapters)
+        return ((), adapter_states(self.run.model)) if sharded else fingerprint(self.run.model)
 
-    def _push(self) -> None:
+    def _push(self, base: tuple | None = None) -> None:
+        """Push the weights. ``base`` is the fingerprint of the base weights. None: they did not change since the last push."""
         engine, begin = self.engine, time.perf_counter()
         weights = self.outgoing(engine.capabilities)
-        if isinstance(weights, AdapterWeights):
-            base, before = self._state(adapters=False), self._base_at
-            self._base_at = base
-            if before not in (None, base):
+        if isinstance(weights, AdapterWeights) and base is not None:
+            if self._base_at not in (None, base):
                 engine.mark_stale()  # The engine gets the base weights again, before the adapter.
+            self._base_at = base
 
         def send() -> None:
             if engine.capabilities.main_process_only and not self.accelerator.is_main_process:

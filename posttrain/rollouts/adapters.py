@@ -32,24 +32,20 @@ MORE = {
 }  # fmt: skip
 
 
-def fingerprint(model: nn.Module, *, adapters: bool = True) -> tuple:
-    """Return a value that changes when weights or active adapters change.
+def fingerprint(model: nn.Module) -> tuple[tuple, tuple]:
+    """Return a pair of values: one that changes when base weights change, and one that changes when LoRA matrices, active
+    adapters or their scales change.
 
     Autograd counts writes to a tensor, but not writes through ``.data`` or by other kernels. Therefore, some elements of
     each parameter are part of the value.
-
-    Args:
-        model: Model with or without adapters.
-        adapters: Whether LoRA matrices, active adapters and their scales are part of the value.
     """
-    written, samples = [], []
-    for name, parameter in model.named_parameters():
-        if adapters or ".lora_" not in name:
-            written.append((parameter.data_ptr(), parameter._version))
-            numbers = parameter.detach().flatten()
-            samples.append(numbers[:: max(1, numbers.numel() // SAMPLES)].double().sum())
-    states = adapter_states(model) if adapters else ()
-    return (tuple(written), tuple(torch.stack(samples).tolist()) if samples else (), states)
+    named = list(model.named_parameters())
+    flat = [parameter.detach().flatten() for _, parameter in named]
+    samples = [numbers[:: max(1, numbers.numel() // SAMPLES)].double().sum() for numbers in flat]
+    sums = torch.stack(samples).tolist() if samples else []
+    weights = [(".lora_" in name, p.data_ptr(), p._version, x) for (name, p), x in zip(named, sums, strict=True)]
+    base, lora = (tuple(weight for weight in weights if weight[0] is kind) for kind in (False, True))
+    return base, (lora, adapter_states(model))
 
 
 def adapter_states(model: nn.Module) -> tuple:
