@@ -65,13 +65,14 @@ class AsyncTrainer(OnlineTrainer):
                 "or its weights are never updated."
             )
         self.source = self.make_source()
-        prompts = self.prompt_source.token_ids(list(first_rows(self.train_dataset, PROMPTS_TRIED)))
-        shortest = min(map(len, prompts)) if self.given["rollout_worker"] is None else 0
-        if 0 < self.source.token_budget <= shortest:
-            raise ConfigError(
-                f"token_budget={self.source.token_budget}, but the shortest of the first {len(prompts)} prompts has {shortest} "
-                "tokens, so every rollout would be dropped. Fix: increase token_budget."
-            )
+        budget = self.args.token_budget or 0
+        if budget > 0 and self.given["rollout_worker"] is None:
+            prompts = self.prompt_source.token_ids(list(first_rows(self.train_dataset, PROMPTS_TRIED)))
+            if budget <= (shortest := min(map(len, prompts))):
+                raise ConfigError(
+                    f"token_budget={budget}, but the shortest of the first {len(prompts)} prompts has {shortest} tokens, so "
+                    "every rollout would be dropped. Fix: increase token_budget."
+                )
         self.mismatch = MismatchGuard()
         self.trained_groups: int = 0
         self._new_groups: set[int] = set()
